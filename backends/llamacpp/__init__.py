@@ -1,0 +1,28 @@
+"""The embedded engine: llama.cpp in a child process that answers like any other engine.
+
+Only the adapter lives in this file, and it imports nothing heavy: the gateway loads it without loading llama.cpp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import orjson
+
+from backends.base import EngineLoad, ModelFormat, OpenAICompatible, Probes
+
+
+@dataclass(frozen=True)
+class LlamaCpp(OpenAICompatible):
+    """Speaks OpenAI's dialect natively, since it is ours."""
+
+    kind: str = "llamacpp"
+    formats: frozenset[ModelFormat] = frozenset({ModelFormat.GGUF})
+    probes: Probes = Probes(health="/health", load="/load")
+
+    def read_load(self, body: bytes) -> EngineLoad:
+        numbers = orjson.loads(body)
+        return EngineLoad(numbers["running"], numbers["waiting"], numbers["kv_used"])
+
+
+BACKEND = LlamaCpp()

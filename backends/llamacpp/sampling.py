@@ -1,0 +1,103 @@
+"""Sampler chains: llama.cpp's own samplers, built once for each choice, so that a token costs one call from Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from backends.llamacpp.errors import ApiError, invalid
+from backends.llamacpp.native import Model
+from backends.llamacpp.protocol import Sampling
+
+_RANDOM = 0xFFFFFFFF  # LLAMA_DEFAULT_SEED: seeded by the system
+_MAX_SCHEMA = 65536  # bytes of JSON; compiling grows faster than the schema
+# The converter lets control characters stand bare inside strings, which is not JSON.
+_LOOSE_CHAR, _JSON_CHAR = 'char ::= [^"\\\\] |', 'char ::= [^"\\\\\\x7F\\x00-\\x1F] |'
+
+
+def compile_schema(schema: Any) -> str:
+    """A JSON schema as a GBNF grammar. Slow for large schemas: not on the event loop.
+
+    Raises: ApiError 400 for schemas outside the supported subset.
+    """
+    text = json.dumps(schema, ensure_ascii=False)
+    if len(text) > _MAX_SCHEMA:
+        raise invalid(f"The JSON schema is larger than {_MAX_SCHEMA} characters.", "response_format")
+    return _compile(text)
+
+
+@lru_cache(maxsize=64)
+def _compile(text: str) -> str:
+    from llama_cpp.llama_grammar import json_schema_to_gbnf
+
+    try:
+        grammar: str = json_schema_to_gbnf(text)
+    except (Exception, RecursionError) as error:  # the converter asserts; what it raises is not documented
+        raise _refused(str(error) or type(error).__name__) from None
+    return grammar.replace(_LOOSE_CHAR, _JSON_CHAR)
+
+
+def _refused(why: str) -> ApiError:
+    message = f"The JSON schema in 'response_format' is not supported: {why[:300]}"
+    return invalid(message, "response_format", "unsupported_value")
+
+
+def build_chain(model: Model, sampling: Sampling, grammar: str | None, prompt: Sequence[int], window: int) -> Any:
+    """A sampler chain; free it with `llama_sampler_free`.
+
+    grammar: GBNF. prompt: token ids, which `repeat_penalty` looks at too. window: tokens penalties look back on.
+    Raises:  ApiError 400 for token ids the vocabulary does not have and for grammars llama.cpp refuses.
+    """
+    lib = model.lib
+    chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+    try:
+        for link in _links(model, sampling, grammar, prompt, window):
+            lib.llama_sampler_chain_add(chain, link)  # the chain owns it from here
+    except BaseException:
+        lib.llama_sampler_free(chain)
+        raise
+    return chain
+
+
+def _links(model: Model, s: Sampling, grammar: str | None, prompt: Sequence[int], window: int) -> Iterator[Any]:
+    lib = model.lib
+    if s.logit_bias or s.ignore_eos:
+        yield _bias(model, s)
+    if grammar is not None:
+        link = lib.llama_sampler_init_grammar(model.vocab, grammar.encode(), b"root")
+        if not link:
+            raise _refused("llama.cpp cannot use the grammar made of it, it may be too large")
+        yield link
+    if s.repeat_penalty != 1:
+        link = lib.llama_sampler_init_penalties(model.n_vocab, window, s.repeat_penalty, 0.0, 0.0)
+        for token in prompt[-window:]:
+            lib.llama_sampler_accept(link, token)
+        yield link
+    if s.presence_penalty or s.frequency_penalty:
+        penalties = (1.0, s.frequency_penalty, s.presence_penalty)
+        yield lib.llama_sampler_init_penalties(model.n_vocab, window, *penalties)
+    if s.temperature == 0:
+        yield lib.llama_sampler_init_greedy()
+        return
+    if s.top_k:
+        yield lib.llama_sampler_init_top_k(s.top_k)
+    if s.min_p:
+        yield lib.llama_sampler_init_min_p(s.min_p, 1)
+    if s.top_p < 1:
+        yield lib.llama_sampler_init_top_p(s.top_p, 1)
+    yield lib.llama_sampler_init_temp(s.temperature)
+    yield lib.llama_sampler_init_dist(_RANDOM if s.seed is None else s.seed % _RANDOM)
+
+
+def _bias(model: Model, s: Sampling) -> Any:
+    biases = dict(s.logit_bias)
+    if any(not 0 <= token < model.n_vocab for token in biases):
+        raise invalid(f"'logit_bias' names a token outside the vocabulary of {model.n_vocab}.", "logit_bias")
+    if s.ignore_eos:
+        biases.update(dict.fromkeys(model.end_tokens(), float("-inf")))
+    array = (model.lib.llama_logit_bias * len(biases))()
+    for slot, (token, bias) in zip(array, biases.items(), strict=True):
+        slot.token, slot.bias = token, bias
+    return model.lib.llama_sampler_init_logit_bias(model.n_vocab, len(biases), array)

@@ -1,0 +1,1 @@
+"""The gateway: one OpenAI-compatible front door for self-hosted models."""

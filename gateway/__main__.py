@@ -1,0 +1,235 @@
+"""The `sekisho` command: serve, check, keys, version.
+
+Exit codes: 0 fine, 1 failed while running, 2 the user must change something. Errors are single lines on stderr.
+Commands import what they need themselves, so that `sekisho version` does not wait for the gateway to load.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from typer.exceptions import TyperException
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gateway.config import Config, ModelConfig, ReplicaConfig
+
+DEFAULT_CONFIGS = (Path("gateway.yaml"), Path("config/gateway.yaml"))
+_WIDTH_OF_A_PIPE = 200  # columns: rich takes 80 where there is no terminal, and would cut names
+
+app = typer.Typer(
+    name="sekisho",
+    help="One OpenAI-compatible front door for self-hosted models.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+keys_app = typer.Typer(help="API keys.", rich_markup_mode=None)
+app.add_typer(keys_app, name="keys")
+
+_CONFIG_HELP = "YAML file. Default: $SEKISHO_CONFIG, then gateway.yaml, then config/gateway.yaml."
+ConfigOption = Annotated[Path | None, typer.Option("--config", help=_CONFIG_HELP)]
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    host: Annotated[str | None, typer.Option(help="Listen here instead of server.host.")] = None,
+    port: Annotated[int | None, typer.Option(help="Listen here instead of server.port.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes, instead of server.workers.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Run the gateway."""
+    from gateway.config import ConfigError, StartupError
+
+    given = {"server.host": host, "server.port": port, "server.workers": workers, "logging.level": log_level}
+    path = _config_path(config)
+    try:
+        from gateway.app import run
+
+        code = run(path, {name: value for name, value in given.items() if value is not None})
+    except (ConfigError, StartupError) as error:
+        _stop(str(error))
+    raise typer.Exit(code)
+
+
+@app.command()
+def check(config: ConfigOption = None) -> None:
+    """Validate the configuration and print the fleet it describes."""
+    from backends import kinds
+    from gateway.config import ConfigError, load
+
+    try:
+        loaded = load(_config_path(config), kinds=kinds())
+    except ConfigError as error:
+        _stop(str(error))
+    _print_tables(_models_table(loaded), _tenants_table(loaded))
+
+
+@keys_app.command("create")
+def create_key(
+    print_: Annotated[bool, typer.Option("--print", help="Print a key and its line for the configuration.")] = False,
+    name: Annotated[str | None, typer.Option(help="What logs and usage call the key.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant that the key belongs to.")] = None,
+) -> None:
+    """Make a key. It is shown once; only its digest is kept."""
+    from gateway.config_values import tenant_name
+    from gateway.keys import digest, new_key
+    from gateway.units import WrongValue
+
+    if not print_:
+        _stop("a key store comes with a database: use --print and paste the line into the configuration")
+    try:
+        for option in (name, tenant):
+            if option is not None:
+                tenant_name(option)
+    except WrongValue as wrong:
+        _stop(f"--name and --tenant: {wrong}, {wrong.hint}")
+    key = new_key()
+    stored = digest(key)
+    typer.echo(key)
+    typer.echo(f'- {{name: {_yaml_text(name or f"key-{stored[:8]}")}, sha256: "{stored}"}}')
+    owner = f"tenant {tenant}" if tenant else "its tenant"
+    typer.echo(f"The key is shown only now. The line goes under `keys:` of {owner} in the configuration.", err=True)
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of the gateway, Python and llama.cpp."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    try:
+        ours = installed("sekisho")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        ours = "unknown (not installed)"
+    typer.echo(f"sekisho {ours}")
+    typer.echo(f"python {sys.version.split()[0]}")
+    typer.echo(f"llama.cpp {_llama_build()}")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; the console script's entry point. Never shows a traceback."""
+    try:
+        code = app(args=list(sys.argv[1:] if args is None else args), prog_name="sekisho", standalone_mode=False)
+    except TyperException as error:
+        message = " ".join(error.format_message().split()).rstrip(".")
+        typer.echo(f"sekisho: {message}, see `sekisho --help`", err=True)
+        return error.exit_code
+    except typer.Abort:
+        return 1
+    except BrokenPipeError:  # `sekisho check | head`: whoever read has seen enough
+        sys.stdout = open(os.devnull, "w")  # or Python complains again when it flushes at exit
+        return 1
+    except Exception as error:
+        typer.echo(f"sekisho: {_unexpected(error)}", err=True)
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _config_path(option: Path | None) -> Path:
+    named = option or (Path(os.environ["SEKISHO_CONFIG"]) if os.environ.get("SEKISHO_CONFIG") else None)
+    for path in (named,) if named else DEFAULT_CONFIGS:
+        if named or path.is_file():
+            return path
+    _stop("no configuration: there is no gateway.yaml or config/gateway.yaml here, write one or name it with --config")
+
+
+def _stop(message: str) -> NoReturn:
+    """Print why the user must change something, one line for each problem, and end with 2."""
+    typer.echo(message, err=True)
+    raise typer.Exit(2)
+
+
+def _unexpected(error: Exception) -> str:
+    """One line on an error nobody foresaw: what, and where in the code, which is what a bug report needs."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    return " ".join(f"{type(error).__name__}: {error}{where}".split())
+
+
+def _yaml_text(name: str) -> str:
+    """`name` as YAML: quoted only where it would be read as something else, such as null, 12 or yes."""
+    import yaml
+
+    return name if ":" not in name and yaml.safe_load(name) == name else f'"{name}"'
+
+
+def _llama_build() -> str:
+    """Version of llama-cpp-python and of the ggml library in it, whose loading takes about a millisecond."""
+    import ctypes
+    from importlib.metadata import version as installed
+    from importlib.util import find_spec
+
+    spec = find_spec("llama_cpp")
+    if spec is None or spec.origin is None:
+        return 'not installed (the extra "llamacpp")'
+    parts = [f"llama-cpp-python {installed('llama_cpp_python')}"]
+    library = next(iter(sorted(Path(spec.origin).parent.glob("lib/libggml-base.*"))), None)
+    try:
+        ggml = ctypes.CDLL(str(library))
+        for label, function in (("ggml", ggml.ggml_version), ("commit", ggml.ggml_commit)):
+            function.restype = ctypes.c_char_p
+            parts.append(f"{label} {function().decode()}")
+    except (OSError, AttributeError):  # another layout of the package: its own version still says enough
+        pass
+    return ", ".join(parts)
+
+
+def _models_table(config: "Config") -> "Table":
+    from rich.table import Table
+
+    table = Table(title="models", title_justify="left")
+    for column in ("model", "aliases", "policy", "replica", "format", "context", "max_inflight"):
+        table.add_column(column, overflow="fold")
+    for model in config.models:
+        for index, replica in enumerate(model.replicas):
+            head = (model.name, ", ".join(model.aliases), model.policy) if index == 0 else ("", "", "")
+            table.add_row(*head, *_replica_cells(model, replica))
+    for found in config.discovery:
+        source = f"{found.backend} {_place(found.url)}" if found.url else f"files in {found.scan}"
+        table.add_row(f"{found.name_prefix}*", "", "", f"discovered: {source}", "", "", "")
+    return table
+
+
+def _replica_cells(model: "ModelConfig", replica: "ReplicaConfig") -> tuple[str, str, str, str]:
+    place = replica.path.name if replica.path is not None else _place(replica.url or "")
+    suffix = replica.path.suffix.lower().lstrip(".") if replica.path is not None else ""
+    context = replica.context_length or model.context_length
+    inflight = replica.max_inflight or (replica.parallel if replica.path is not None else None)
+    return f"{replica.backend} {place}", replica.format or suffix, str(context or ""), str(inflight or "")
+
+
+def _place(url: str) -> str:
+    """Host and port of an engine, or its socket: all of a URL that a person looks for."""
+    return url if url.startswith("unix:") else url.partition("://")[2].partition("/")[0]
+
+
+def _tenants_table(config: "Config") -> "Table":
+    from rich.table import Table
+
+    table = Table(title="tenants", title_justify="left")
+    for column in ("tenant", "keys", "models"):
+        table.add_column(column, overflow="fold")
+    for tenant in config.tenants:
+        table.add_row(tenant.name, str(len(tenant.keys)), ", ".join(tenant.models))
+    return table
+
+
+def _print_tables(*tables: "Table") -> None:
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
+    for table in tables:
+        if table.row_count:
+            console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Answers that come as one JSON document: what they say, and the few values that change in them. No I/O."""
+
+from __future__ import annotations
+
+import base64
+import re
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from backends.base import Operation
+from backends.failures import Failure, FailureKind, read_failure
+from gateway import jsonscan
+from gateway.call import Call
+from gateway.sse import read_usage
+from gateway.types import Usage
+
+_VECTOR = re.compile(rb'"embedding"[ \t\n\r]*:[ \t\n\r]*(["\[])')
+
+
+@dataclass(slots=True)
+class Answer:
+    """A document for the client, or why it cannot be one."""
+
+    body: bytes
+    usage: Usage | None = None
+    failure: Failure | None = None
+
+
+def read_answer(call: Call, body: bytes) -> Answer:
+    """Checks an engine's 200, reads its usage and gives it the name the client asked for."""
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        document = None
+    if not isinstance(document, dict):
+        return Answer(b"", failure=Failure(FailureKind.BROKEN, "The engine's answer is not a JSON object."))
+    if document.get("error"):
+        return Answer(b"", failure=read_failure(0, body))
+    usage = read_usage(document.get("usage"))
+    if call.operation is Operation.EMBEDDINGS:
+        converted = _with_encoding(body, document, call.body.get("encoding_format"))
+        if converted is None:
+            return Answer(
+                b"", usage, Failure(FailureKind.BROKEN, "The engine's embeddings are not vectors of numbers.")
+            )
+        body = converted
+    elif not _is_finished(document):
+        return Answer(b"", usage, Failure(FailureKind.BROKEN, "The engine's answer holds no finished choice."))
+    return Answer(_named(body, document, call.model), usage)
+
+
+def _is_finished(document: dict[str, Any]) -> bool:
+    choices = document.get("choices")
+    return isinstance(choices, list) and bool(choices) and all(isinstance(choice, dict) for choice in choices)
+
+
+def _named(body: bytes, document: dict[str, Any], asked: str) -> bytes:
+    if document.get("model") == asked or "model" not in document:
+        return body
+    return jsonscan.splice(body, {"model": orjson.dumps(asked)})
+
+
+def _with_encoding(body: bytes, document: dict[str, Any], wanted: str | None) -> bytes | None:
+    """Vectors as base64 of little-endian float32, or as lists of numbers, whichever was asked for.
+
+    Engines that know only one of the two forms are common, and a client that gets the other decodes garbage.
+    """
+    found = _VECTOR.search(body)
+    if found is None or (found[1] == b'"') == (wanted == "base64"):
+        return body
+    try:
+        for entry in document["data"]:
+            vector = entry["embedding"]
+            entry["embedding"] = _packed(vector) if wanted == "base64" else _unpacked(vector)
+    except (KeyError, TypeError, ValueError, struct.error):
+        return None
+    return orjson.dumps(document)
+
+
+def _packed(vector: list[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+def _unpacked(vector: str) -> list[float]:
+    data = base64.b64decode(vector, validate=True)
+    return list(struct.unpack(f"<{len(data) // 4}f", data))

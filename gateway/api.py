@@ -1,0 +1,222 @@
+"""Every route that is not hot: models, health, metrics, documentation. FastAPI behind one gatekeeper.
+
+The three inference routes are described here for the documentation only; the edge takes them before FastAPI sees them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from http import HTTPStatus
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway import errors, metrics
+from gateway.auth import authenticate
+from gateway.catalog import find, may_use, visible
+from gateway.docs_page import documented_operations, render
+from gateway.edge import new_request_id
+from gateway.errors import Forbidden, GatewayError, Internal, MethodNotAllowed, ModelNotFound, NotFound
+from gateway.fleet import Health
+from gateway.pipeline import Gateway
+from gateway.snapshot import Network
+from gateway.types import Model, Principal
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+DOCUMENTATION = frozenset({"/docs", "/openapi.json"})
+PROMETHEUS = "/metrics"
+
+
+class Gatekeeper:
+    """Lets in who has a key, and others only to what the operator has opened. Plain ASGI: bodies pass untouched."""
+
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        self._app, self._gateway = app, gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope["state"]["request_id"] = request_id = new_request_id()
+
+        async def tagged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            self._admit(scope)
+        except GatewayError as error:
+            await respond(error)(scope, receive, tagged)
+            return
+        await self._app(scope, receive, tagged)
+
+    def _admit(self, scope: Scope) -> None:
+        """Raises: AuthError, Forbidden."""
+        now, path = self._gateway.snapshot, scope["path"]
+        if path in OPEN_PATHS or (path in DOCUMENTATION and now.config.server.public_docs):
+            return
+        if path == PROMETHEUS and is_inside(client_address(scope, now.trusted_proxies), now.metrics_networks):
+            return
+        principal = authenticate(scope["headers"], now.keys, now.anonymous, time.time())
+        if path == PROMETHEUS and principal.role != "admin":
+            raise Forbidden("Metrics need a key with the admin role, or an address listed in metrics.allow.")
+        scope["state"]["principal"] = principal
+
+
+def respond(error: GatewayError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in errors.headers(error)}
+    return Response(errors.body(error), error.status, headers, media_type="application/json")
+
+
+def client_address(scope: Scope, trusted: tuple[Network, ...]) -> IPv4Address | IPv6Address | None:
+    """The caller's address: the peer's, or the last one in X-Forwarded-For that is not a trusted proxy's."""
+    peer = _address(scope["client"][0]) if scope.get("client") else None
+    if not is_inside(peer, trusted):
+        return peer
+    forwarded = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for").decode("latin-1")
+    for hop in reversed([hop.strip() for hop in forwarded.split(",") if hop.strip()]):
+        peer = _address(hop)
+        if not is_inside(peer, trusted):
+            break
+    return peer
+
+
+def _address(text: str) -> IPv4Address | IPv6Address | None:
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return None
+    return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address
+
+
+def is_inside(address: IPv4Address | IPv6Address | None, networks: tuple[Network, ...]) -> bool:
+    return address is not None and any(address in network for network in networks)
+
+
+router = APIRouter()
+
+
+def gateway_of(request: Request) -> Gateway:
+    found: Gateway = request.app.state.gateway
+    return found
+
+
+def principal_of(request: Request) -> Principal:
+    found: Principal = request.state.principal
+    return found
+
+
+@router.get("/health", tags=["operations"], summary="Whether the process is alive", openapi_extra={"security": []})
+async def health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@router.get("/ready", tags=["operations"], summary="Whether a request would be served", openapi_extra={"security": []})
+async def ready(request: Request, response: Response) -> dict[str, str]:
+    status = readiness(gateway_of(request))
+    if status != "ready":
+        response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+        response.headers["retry-after"] = "2"
+    return {"status": status}
+
+
+def readiness(gateway: Gateway) -> str:
+    """`ready`, or the reason why not in a word."""
+    if gateway.draining:
+        return "draining"
+    now = time.monotonic()
+    if any(state.routable(now) and state.health is Health.UP for state in gateway.fleet):
+        return "ready"
+    waiting = any(state.health in (Health.UNKNOWN, Health.LOADING) for state in gateway.fleet)
+    return "starting" if waiting else "unavailable"
+
+
+@router.get(PROMETHEUS, tags=["operations"], summary="Prometheus metrics", response_class=Response)
+async def prometheus(request: Request) -> Response:
+    return Response(gateway_of(request).metrics.page(), media_type=metrics.CONTENT_TYPE)
+
+
+@router.get("/v1/models", tags=["models"], summary="The models this key may use")
+async def list_models(request: Request) -> dict[str, Any]:
+    names = visible(principal_of(request), gateway_of(request).snapshot.models)
+    return {"object": "list", "data": [model_entry(name, model) for name, model in names]}
+
+
+@router.get("/v1/models/{name:path}", tags=["models"], summary="One of them")
+async def get_model(request: Request, name: str) -> dict[str, Any]:
+    model = find(name, gateway_of(request).snapshot.names)
+    if model is None or not may_use(principal_of(request), model):
+        raise ModelNotFound(name)
+    return model_entry(name, model)
+
+
+def model_entry(name: str, model: Model) -> dict[str, Any]:
+    """OpenAI's fields, and what decides where a model can run. Models whose replicas are all down are listed too: a
+    client's menu should not flicker with an engine's health, and a request then says 503."""
+    first = model.replicas[0]
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "sekisho",
+        "format": first.format,
+        "quantization": first.quantization,
+        "context_length": model.context_length,
+        "capabilities": list(model.capabilities),
+    }
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> dict[str, Any]:
+    return documented(request.app)
+
+
+@router.get("/docs", include_in_schema=False, response_class=HTMLResponse)
+async def docs(request: Request) -> HTMLResponse:
+    return HTMLResponse(render(documented(request.app)))
+
+
+def documented(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's description of its routes, with the hot ones added."""
+    schema = app.openapi()
+    if "/v1/chat/completions" not in schema["paths"]:
+        schema["paths"] = documented_operations() | schema["paths"]
+        schema["components"] = {
+            **schema.get("components", {}),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        }
+        schema["security"] = [{"key": []}]
+    return schema
+
+
+def create_app(gateway: Gateway, version: str, routers: Iterator[APIRouter] | list[APIRouter]) -> FastAPI:
+    app = FastAPI(
+        title="Sekisho", version=version, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
+    app.state.gateway = gateway
+    for one in (router, *routers):
+        app.include_router(one)
+    app.add_middleware(Gatekeeper, gateway=gateway)
+
+    @app.exception_handler(GatewayError)
+    async def known(_: Request, error: GatewayError) -> Response:
+        return respond(error)
+
+    @app.exception_handler(HTTPException)
+    async def by_framework(_: Request, error: HTTPException) -> Response:
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            return respond(MethodNotAllowed("This path does not take this method."))
+        return respond(NotFound("There is nothing at this path. See /docs for what there is."))
+
+    @app.exception_handler(Exception)
+    async def unknown(_: Request, error: Exception) -> Response:
+        return respond(Internal())
+
+    return app

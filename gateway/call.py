@@ -1,0 +1,244 @@
+"""The client's body becomes a Call: the only JSON parse of a request, and the bytes each engine gets.
+
+The client's bytes are forwarded as they came. Where the model's name or an option has to change, that one value is
+replaced inside the original bytes, so unknown fields, nulls, number forms and key order survive.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from backends.base import REMOVE, Edits, Operation
+from gateway import jsonscan
+from gateway.errors import BadRequest, InvalidBody
+
+JSON = dict[str, Any]
+
+_EXACT_ABOVE = 256 * 1024  # bytes; counting every key in a larger body costs more than finding the members
+_ESCAPED_LETTER = re.compile(rb"\\u00(?:[46][1-9a-fA-F]|[57][0-9aA]|5[fF])")  # another way to spell a key
+_MODEL = re.compile(rb'"model"[ \t\n\r]*:[ \t\n\r]*')
+_QUOTED = {
+    key: b'"%b"' % key.encode()
+    for key in (
+        "model messages prompt input stream stream_options max_tokens max_completion_tokens temperature top_p n stop"
+        " seed user tools tool_choice response_format presence_penalty frequency_penalty logit_bias logprobs"
+        " top_logprobs encoding_format dimensions parallel_tool_calls reasoning_effort metadata store echo suffix"
+        " best_of top_k min_p repetition_penalty chat_template_kwargs"
+    ).split()
+}
+_USAGE_OPTION = b'"stream_options":{"include_usage":true},'
+_CHARACTERS_PER_TOKEN = 4  # rule of thumb for English; used only where no engine has counted yet
+_TOKENS_PER_MESSAGE = 4  # role and separators
+_TOKENS_PER_MEDIA = 1000  # an image or sound, whose size in bytes says nothing
+
+
+class Call:
+    """One parsed request.
+
+    `raw` is the body as it came and `body` its parsed form, which is never written to: what changes, changes in bytes.
+    """
+
+    __slots__ = ("_prompt_tokens", "body", "max_tokens", "model", "n", "operation", "raw", "stream", "wants_usage")
+
+    def __init__(self, operation: Operation, raw: bytes, body: JSON) -> None:
+        self.operation, self.raw, self.body = operation, raw, body
+        self.model: str = body["model"]
+        self.stream: bool = body.get("stream") is True
+        options = body.get("stream_options")
+        self.wants_usage: bool = options is not None and options.get("include_usage") is True
+        limit = body.get("max_completion_tokens")
+        self.max_tokens: int | None = body.get("max_tokens") if limit is None else limit
+        self.n: int = body.get("n") or 1
+        self._prompt_tokens = -1
+
+    @property
+    def prompt_tokens(self) -> int:
+        """An estimate from the prompt's length; counted once, and only when somebody asks."""
+        if self._prompt_tokens < 0:
+            self._prompt_tokens = estimate_prompt(self.body)
+        return self._prompt_tokens
+
+    def for_engine(self, model: str, edits: Edits) -> bytes:
+        """The body for an engine that calls the model `model`.
+
+        Streams are always asked for their usage, since every request is booked; a tap takes the extra event out again
+        when the client did not ask for it.
+        """
+        asks = self.stream and not self.wants_usage
+        if edits or (asks and "stream_options" in self.body):
+            return self._spliced(model, edits, asks)
+        raw = self.raw
+        if model != self.model:
+            start, end = _model_span(raw)
+            raw = raw[:start] + orjson.dumps(model) + raw[end:]
+        if asks:
+            opening = raw.index(b"{") + 1
+            raw = raw[:opening] + _USAGE_OPTION + raw[opening:]
+        return raw
+
+    def _spliced(self, model: str, edits: Edits, asks: bool) -> bytes:
+        changes: dict[str, bytes | None] = {
+            key: None if value is REMOVE else orjson.dumps(value) for key, value in edits.items()
+        }
+        if model != self.model:
+            changes["model"] = orjson.dumps(model)
+        if asks:
+            options = edits.get("stream_options", self.body.get("stream_options")) or {}
+            changes["stream_options"] = orjson.dumps({**options, "include_usage": True})
+        return jsonscan.splice(self.raw, changes)
+
+
+def parse_call(operation: Operation, raw: bytes) -> Call:
+    """The request in `raw`.
+
+    Raises: InvalidBody, BadRequest; each names the field and what to write instead.
+    """
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidBody(f"The body is not valid UTF-8 JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise InvalidBody("The body has to be a JSON object.")
+    if not _keys_are_unique(raw, body):
+        raise InvalidBody("The body has two equal top-level keys; which of them counts would be a guess.")
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise BadRequest(
+            "You must provide a model: a non-empty string.", param="model", code="missing_required_parameter"
+        )
+    _CHECKS[operation](body)
+    return Call(operation, raw, body)
+
+
+def _keys_are_unique(raw: bytes, body: JSON) -> bool:
+    """Whether no top-level key occurs twice; the parser kept the last one of each.
+
+    A key that occurs once as a quoted string anywhere in the body occurs once as a key. Anything less clear is counted
+    exactly.
+    """
+    if len(raw) <= _EXACT_ABOVE and not _ESCAPED_LETTER.search(raw):
+        for key in body:
+            quoted = _QUOTED.get(key)
+            if quoted is None:
+                if not (key.isascii() and key.isidentifier()):
+                    break
+                quoted = b'"%b"' % key.encode()
+            if raw.count(quoted) != 1:
+                break
+        else:
+            return True
+    return len(jsonscan.members(raw)) == len(body)
+
+
+def _model_span(raw: bytes) -> tuple[int, int]:
+    """Offsets of the top-level model's value, quotes included."""
+    if len(raw) <= _EXACT_ABOVE and raw.count(b'"model"') == 1 and (key := _MODEL.search(raw)):
+        start = key.end()
+        end = raw.find(b'"', start + 1)
+        if raw.find(b"\\", start, end) < 0:
+            return start, end + 1
+    for member in jsonscan.members(raw):
+        if member.key == "model":
+            return member.value, member.end
+    raise InvalidBody("The body has no model.")  # unreachable after parse_call: the parser saw one
+
+
+def _wrong(body: JSON, field: str, what: str) -> BadRequest:
+    missing = body.get(field) is None
+    return BadRequest(
+        f"'{field}' has to be {what}.", param=field, code="missing_required_parameter" if missing else "invalid_type"
+    )
+
+
+def _check_common(body: JSON) -> None:
+    stream = body.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise _wrong(body, "stream", "true or false")
+    options = body.get("stream_options")
+    if options is not None:
+        if not isinstance(options, dict):
+            raise _wrong(body, "stream_options", "an object")
+        if not isinstance(options.get("include_usage"), bool | None):
+            raise BadRequest(
+                "'stream_options.include_usage' has to be true or false.",
+                param="stream_options.include_usage",
+                code="invalid_type",
+            )
+    for field in ("max_tokens", "max_completion_tokens"):
+        value = body.get(field)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 2**31):
+            raise _wrong(body, field, "a whole number of tokens")
+    n = body.get("n")
+    if n is not None and (not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= 128):
+        raise _wrong(body, "n", "a whole number from 1 to 128")
+
+
+def _check_chat(body: JSON) -> None:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _wrong(body, "messages", "a non-empty array of messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise BadRequest(
+                f"'messages[{index}]' has to be an object.", param=f"messages[{index}]", code="invalid_type"
+            )
+    _check_common(body)
+
+
+def _check_completions(body: JSON) -> None:
+    if not isinstance(body.get("prompt"), str | list):
+        raise _wrong(body, "prompt", "a string, an array of strings or an array of tokens")
+    _check_common(body)
+
+
+def _check_embeddings(body: JSON) -> None:
+    if not isinstance(body.get("input"), str | list) or not body["input"]:
+        raise _wrong(body, "input", "a non-empty string or array")
+    if body.get("encoding_format") not in (None, "float", "base64"):
+        raise BadRequest(
+            "'encoding_format' has to be 'float' or 'base64'.", param="encoding_format", code="invalid_value"
+        )
+
+
+_CHECKS = {
+    Operation.CHAT: _check_chat,
+    Operation.COMPLETIONS: _check_completions,
+    Operation.EMBEDDINGS: _check_embeddings,
+}
+
+
+def estimate_prompt(body: Mapping[str, Any]) -> int:
+    """Prompt tokens, by rule of thumb: four characters a token, a fixed price for each image or sound."""
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        return sum(_TOKENS_PER_MESSAGE + _content_tokens(message.get("content")) for message in messages)
+    prompt = body.get("prompt", body.get("input"))
+    if isinstance(prompt, str):
+        return len(prompt) // _CHARACTERS_PER_TOKEN + 1
+    if isinstance(prompt, list):
+        return sum(_part_tokens(part) for part in prompt)
+    return 1
+
+
+def _content_tokens(content: object) -> int:
+    if isinstance(content, str):
+        return len(content) // _CHARACTERS_PER_TOKEN
+    if isinstance(content, list):
+        return sum(_part_tokens(part) for part in content)
+    return 0
+
+
+def _part_tokens(part: object) -> int:
+    """A string, a token number, a list of tokens, or one part of a message's content."""
+    if isinstance(part, str):
+        return len(part) // _CHARACTERS_PER_TOKEN + 1
+    if isinstance(part, list):
+        return len(part)
+    if isinstance(part, dict):
+        text = part.get("text")
+        return len(text) // _CHARACTERS_PER_TOKEN if isinstance(text, str) else _TOKENS_PER_MEDIA
+    return 1

@@ -1,0 +1,147 @@
+"""What one section of the configuration cannot know about another, and what only the machine can tell: files.
+
+Each check yields what it finds; none stops the next, so a user sees everything at once.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from gateway.config_load import nearest
+from gateway.config_schema import Config, ReplicaConfig
+from gateway.config_shape import walk_sections
+from gateway.config_values import is_loopback
+from gateway.config_yaml import KeyPath
+
+Show: TypeAlias = Callable[[KeyPath, str], str]  # a value for a message, hidden when it may be a secret
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing wrong at `path`."""
+
+    path: KeyPath
+    message: str
+    hint: str
+
+
+def check(config: Config, kinds: Collection[str], show: Show) -> Iterator[Finding]:
+    """Everything wrong between the sections of `config`. `kinds` are the backends there are."""
+    yield from _server(config)
+    yield from _model_names(config, show)
+    yield from _fallbacks(config, show)
+    yield from _same_replicas(config)
+    yield from _tenants(config, show)
+    yield from _issuers(config)
+    yield from _backends(config, kinds, show)
+    yield from _files(config)
+
+
+def _server(config: Config) -> Iterator[Finding]:
+    if config.server.workers > 1 and config.state.redis is None:
+        yield Finding(("server", "workers"), "several workers without a shared store", "set `state.redis` or write 1")
+    if not config.auth.required and not is_loopback(config.server.host):
+        hint = "write true, or let `server.host` be 127.0.0.1"
+        yield Finding(("auth", "required"), "false while `server.host` can be reached from other machines", hint)
+
+
+def _model_names(config: Config, show: Show) -> Iterator[Finding]:
+    seen: dict[str, KeyPath] = {}
+    for index, model in enumerate(config.models):
+        base: KeyPath = ("models", index)
+        paths = [(model.name, (*base, "name")), *((one, (*base, "aliases", i)) for i, one in enumerate(model.aliases))]
+        yield from _repeated("model name or alias", paths, seen, show)
+
+
+def _repeated(what: str, named: list[tuple[str, KeyPath]], seen: dict[str, KeyPath], show: Show) -> Iterator[Finding]:
+    for name, path in named:
+        if name in seen:
+            yield Finding(path, f"{what} {show(path, name)} is used twice", "rename or remove one")
+        seen.setdefault(name, path)
+
+
+def _fallbacks(config: Config, show: Show) -> Iterator[Finding]:
+    known = {name for model in config.models for name in (model.name, *model.aliases)}
+    prefixes = tuple(found.name_prefix for found in config.discovery)
+    for index, model in enumerate(config.models):
+        for position, name in enumerate(model.fallbacks):
+            path: KeyPath = ("models", index, "fallbacks", position)
+            if name in (model.name, *model.aliases):
+                yield Finding(path, "a model that falls back to itself", "name another model or remove it")
+            elif name not in known and not name.startswith(prefixes):  # what discovery will find is not known yet
+                hint = nearest(name, known - {model.name}) or "name a model of this file"
+                yield Finding(path, f"unknown model {show(path, name)}", hint)
+
+
+def _same_replicas(config: Config) -> Iterator[Finding]:
+    for index, model in enumerate(config.models):
+        seen: dict[tuple[object, ...], int] = {}
+        for position, replica in enumerate(model.replicas):
+            first = seen.setdefault(_place(replica), position)
+            if first != position:
+                hint = "remove one; `weight` and `max_inflight` say how much a replica takes"
+                yield Finding(("models", index, "replicas", position), f"the same engine as replicas[{first}]", hint)
+
+
+def _place(replica: ReplicaConfig) -> tuple[object, ...]:
+    return (replica.url, replica.model) if replica.url is not None else (replica.path,)
+
+
+def _tenants(config: Config, show: Show) -> Iterator[Finding]:
+    tenants: dict[str, KeyPath] = {}
+    digests: dict[str, KeyPath] = {}
+    for index, tenant in enumerate(config.tenants):
+        base: KeyPath = ("tenants", index)
+        yield from _repeated("tenant name", [(tenant.name, (*base, "name"))], tenants, show)
+        names: dict[str, KeyPath] = {}
+        for position, key in enumerate(tenant.keys):
+            path = (*base, "keys", position)
+            yield from _repeated("key name", [(key.name, (*path, "name"))], names, show)
+            if key.sha256 in digests:
+                yield Finding((*path, "sha256"), "the same key twice", "remove one: a key belongs to one tenant")
+            digests.setdefault(key.sha256, path)
+
+
+def _issuers(config: Config) -> Iterator[Finding]:
+    seen: set[tuple[str, str]] = set()
+    for index, issuer in enumerate(config.auth.jwt):
+        if (issuer.issuer, issuer.audience) in seen:
+            yield Finding(("auth", "jwt", index), "the same issuer and audience twice", "remove one")
+        seen.add((issuer.issuer, issuer.audience))
+
+
+def _backends(config: Config, kinds: Collection[str], show: Show) -> Iterator[Finding]:
+    choice = "write one of " + ", ".join(sorted(kinds))
+    replicas = [
+        (("models", i, "replicas", j), replica.backend)
+        for i, model in enumerate(config.models)
+        for j, replica in enumerate(model.replicas)
+    ]
+    found = [(("discovery", i), one.backend) for i, one in enumerate(config.discovery) if one.url is not None]
+    for base, backend in [*replicas, *found]:
+        path: KeyPath = (*base, "backend")
+        if backend is None:
+            yield Finding(path, "no `backend`, and the file's name does not tell it", choice)
+        elif backend not in kinds:
+            hint = nearest(backend.replace("-", "_"), kinds) or choice
+            yield Finding(path, f"unknown backend {show(path, backend)}", hint)
+
+
+def _files(config: Config) -> Iterator[Finding]:
+    for base, section in walk_sections(config):
+        for name in type(section).model_fields:
+            value = getattr(section, name)
+            if isinstance(value, Path) and (wrong := _file_problem(name, value)):
+                yield Finding((*base, name), wrong, "correct the path; relative ones start at this file's folder")
+
+
+def _file_problem(name: str, path: Path) -> str:
+    try:
+        if name == "scan":
+            return "" if path.is_dir() else f"no such folder: {path}"
+        if not path.exists():
+            return f"no such file: {path}"
+        return "" if path.is_file() or name == "path" else f"not a file: {path}"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"

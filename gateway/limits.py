@@ -1,0 +1,223 @@
+"""How much a caller may: sliding windows of requests and tokens, and requests at the same time. No clock, no network.
+
+A window is cut into slices. What was spent in a slice counts until the whole slice has left the window, so in no
+stretch of `seconds` is more than `count` admitted, at the price of holding spent room up to one slice (1/60 of the
+window) too long. See docs/adr/0004-limit-algorithm.md.
+"""
+
+from __future__ import annotations
+
+import math
+
+from gateway.errors import RateLimited
+from gateway.types import Limit, Limits
+
+SLICES = 60
+
+
+class Window:
+    """What was spent of one limit in the last `limit.seconds`."""
+
+    __slots__ = ("_slices", "_width", "last", "limit", "used")
+
+    def __init__(self, limit: Limit) -> None:
+        self.limit = limit
+        self._width = limit.seconds / SLICES
+        self._slices = [0] * (SLICES + 1)
+        self.last = 0  # number of the newest slice
+        self.used = 0
+
+    def advance(self, now: float) -> None:
+        """Forgets slices that have left the window at `now` (seconds of any steady clock)."""
+        current = int(now / self._width)
+        passed = current - self.last
+        if passed <= 0:
+            return
+        slices = self._slices
+        for step in range(1, min(passed, len(slices)) + 1):
+            place = (self.last + step) % len(slices)
+            self.used -= slices[place]
+            slices[place] = 0
+        self.last = current
+
+    def fits(self, cost: int) -> bool:
+        return self.used + cost <= self.limit.count
+
+    def add(self, cost: int) -> int:
+        """Spends `cost` now; returns the slice it was booked in, for `correct`."""
+        self._slices[self.last % len(self._slices)] += cost
+        self.used += cost
+        return self.last
+
+    def correct(self, booked_in: int, difference: int) -> None:
+        """Adds a difference to what was booked in a slice, unless that slice has left the window since."""
+        if self.last - booked_in < len(self._slices):
+            self._slices[booked_in % len(self._slices)] += difference
+            self.used += difference
+
+    def remaining(self) -> int:
+        return max(0, self.limit.count - self.used)
+
+    def wait(self, cost: int, now: float) -> float:
+        """Seconds until `cost` fits. The whole window when it never will."""
+        missing = self.used + min(cost, self.limit.count) - self.limit.count
+        if missing <= 0:
+            return 0.0
+        size = len(self._slices)
+        for number in range(self.last - size + 1, self.last + 1):
+            missing -= self._slices[number % size]
+            if missing <= 0:
+                return max(0.0, (number + size) * self._width - now)
+        return float(self.limit.seconds)
+
+    def reset(self, now: float) -> float:
+        """Seconds until nothing of what was spent counts any more."""
+        size = len(self._slices)
+        for number in range(self.last, self.last - size, -1):
+            if self._slices[number % size]:
+                return max(0.0, (number + size) * self._width - now)
+        return 0.0
+
+
+class Lease:
+    """What one request holds. `settle` books its true tokens; `close` gives the rest back, however it ended."""
+
+    __slots__ = ("_limiter", "_reserved", "_windows", "limits", "settled")
+
+    def __init__(self, limiter: Limiter, limits: Limits) -> None:
+        self._limiter, self.limits = limiter, limits
+        self._reserved = 0
+        self._windows: list[tuple[Window, int]] = []
+        self.settled = False
+
+    def reserve(self, tokens: int, now: float) -> None:
+        """Sets tokens aside before they are used.
+
+        Raises: RateLimited naming the limit, with the time until there is room. Nothing is spent then.
+        """
+        windows = [self._limiter.window(key, limit, now) for key, limit in self.limits.tokens]
+        for window in windows:
+            if not window.fits(tokens):
+                raise _refusal(window, tokens, now)
+        self._reserved = tokens
+        self._windows = [(window, window.add(tokens)) for window in windows]
+
+    def settle(self, tokens: int, now: float) -> None:
+        """Replaces what was reserved by what was used. Only the first call counts."""
+        if self.settled:
+            return
+        self.settled = True
+        for window, booked_in in self._windows:
+            window.advance(now)
+            window.correct(booked_in, tokens - self._reserved)
+
+    def close(self, now: float) -> None:
+        self.settle(0, now)
+        self._limiter.leave(self.limits)
+
+
+class Limiter:
+    """All counters of this process. They belong to names, not to configurations, so a reload forgets nothing."""
+
+    def __init__(self) -> None:
+        self._windows: dict[str, Window] = {}
+        self._running: dict[str, int] = {}
+
+    def admit(self, limits: Limits, now: float) -> Lease:
+        """Takes one request and one place among those that run.
+
+        Raises: RateLimited. Nothing is spent then.
+        """
+        running = self._running
+        for key, most in limits.concurrency:
+            if running.get(key, 0) >= most:
+                scope = key.partition(":")[0]
+                raise RateLimited(
+                    f"Concurrency limit of your {scope} reached: {most} requests at a time. Wait for one to end.",
+                    retry_after=1,
+                )
+        windows = [self.window(key, limit, now) for key, limit in limits.requests]
+        for window in windows:
+            if not window.fits(1):
+                raise _refusal(window, 1, now)
+        for window in windows:
+            window.add(1)
+        for key, _ in limits.concurrency:
+            running[key] = running.get(key, 0) + 1
+        return Lease(self, limits)
+
+    def leave(self, limits: Limits) -> None:
+        for key, _ in limits.concurrency:
+            left = self._running[key] - 1
+            if left:
+                self._running[key] = left
+            else:
+                del self._running[key]
+
+    def running(self, key: str) -> int:
+        return self._running.get(key, 0)
+
+    def window(self, key: str, limit: Limit, now: float) -> Window:
+        window = self._windows.get(key)
+        if window is None or window.limit is not limit:
+            window = self._adopt(key, limit, window)
+        window.advance(now)
+        return window
+
+    def _adopt(self, key: str, limit: Limit, old: Window | None) -> Window:
+        """The window for a limit that is new or was changed; what was spent stays spent if the length is the same."""
+        window = Window(limit)
+        if old is not None and old.limit.seconds == limit.seconds:
+            window._slices, window.last, window.used = old._slices, old.last, old.used
+        self._windows[key] = window
+        return window
+
+    def headers(self, limits: Limits, now: float) -> bytes:
+        """`x-ratelimit-*` lines as OpenAI writes them, for the tightest limit of each unit."""
+        lines = b""
+        if limits.requests:
+            lines = self._lines(b"requests", limits.requests, now)
+        if limits.tokens:
+            lines += self._lines(b"tokens", limits.tokens, now)
+        return lines
+
+    def _lines(self, unit: bytes, limits: tuple[tuple[str, Limit], ...], now: float) -> bytes:
+        tightest = self.window(*limits[0], now)
+        for key, limit in limits[1:]:
+            window = self.window(key, limit, now)
+            if window.remaining() < tightest.remaining():
+                tightest = window
+        return b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %d\r\nx-ratelimit-reset-%b: %b\r\n" % (
+            unit, tightest.limit.count, unit, tightest.remaining(), unit, duration(tightest.reset(now)),
+        )  # fmt: skip
+
+
+def duration(seconds: float) -> bytes:
+    """`6m0s`, `1.5s`, `120ms`: how OpenAI writes the time until a reset."""
+    if seconds < 1:
+        return b"%dms" % math.ceil(seconds * 1000)
+    if seconds < 60:
+        return b"%gs" % round(seconds, 1)
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (b"%dh" % hours if hours else b"") + b"%dm%ds" % (minutes, rest)
+
+
+_PERIODS = {1: "second", 60: "minute", 3600: "hour", 86400: "day"}
+
+
+def _refusal(window: Window, cost: int, now: float) -> RateLimited:
+    limit = window.limit
+    period = _PERIODS.get(limit.seconds, f"{limit.seconds} s")
+    if cost > limit.count:
+        return RateLimited(
+            f"This request needs {cost} {limit.unit}; your {limit.scope} may use {limit.count} per {period}."
+            " Make it smaller or lower max_tokens.",
+            code="request_too_large_for_limit",
+        )
+    wait = window.wait(cost, now)
+    return RateLimited(
+        f"Rate limit of your {limit.scope} reached: {limit.count} {limit.unit} per {period}, {window.used} used,"
+        f" {cost} requested. Try again in {max(1, math.ceil(wait))} s.",
+        retry_after=wait,
+    )

@@ -1,0 +1,148 @@
+"""Logs: events through structlog, and one access line a request, formatted in batches off the hot path.
+
+Nothing here is given a body, a key or a header. A key's *name* and the request id are what a line can be traced by.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import IO, Any
+
+import orjson
+import structlog
+
+from gateway.outcome import Outcome
+
+_MOST_WAITING = 50_000  # outcomes kept while the log cannot be written; beyond it lines are dropped and counted
+
+
+def setup(level: str, style: str, stream: IO[str] | None = None) -> None:
+    """Configures structlog and the standard library's loggers to write `style` (json or text) to `stream` or stderr."""
+    output = stream or sys.stderr
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    renderer: Any = (
+        structlog.processors.JSONRenderer(serializer=lambda event, **_: orjson.dumps(event, default=str).decode())
+        if style == "json"
+        else structlog.dev.ConsoleRenderer(colors=output.isatty())
+    )
+    handler = logging.StreamHandler(output)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.format_exc_info,
+                renderer,
+            ],
+            foreign_pre_chain=shared,
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for noisy in ("httpx", "httpcore", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+
+
+class AccessLog:
+    """Collects outcomes and lets a thread of its own write them, so that a stuck log stalls no request.
+
+    `add` is a list append; `flush`, called a few times a second, hands the list over.
+    """
+
+    def __init__(self, style: str, stream: IO[bytes]) -> None:
+        self._render = _json_line if style == "json" else _text_line
+        self._stream = stream
+        self._batch: list[Outcome] = []
+        self._queue: SimpleQueue[list[Outcome] | None] = SimpleQueue()
+        self._waiting = 0
+        self.dropped = 0
+        # Steady clock to wall clock, once: an outcome knows only the former.
+        self._offset = time.time() - time.monotonic()
+        self._thread = threading.Thread(target=self._write, name="access-log", daemon=True)
+        self._thread.start()
+        self.add: Callable[[Outcome], None] = self._batch.append
+
+    def flush(self) -> None:
+        batch = self._batch
+        if not batch:
+            return
+        taken = batch[:]
+        batch.clear()
+        if self._waiting > _MOST_WAITING:
+            self.dropped += len(taken)
+            return
+        self._waiting += len(taken)
+        self._queue.put(taken)
+
+    def close(self) -> None:
+        """Writes what is left, for at most two seconds."""
+        self.flush()
+        self._queue.put(None)
+        self._thread.join(2)
+
+    def _write(self) -> None:
+        while (batch := self._queue.get()) is not None:
+            try:
+                self._stream.write(b"".join([self._render(outcome, self._offset) for outcome in batch]))
+                self._stream.flush()
+            except (OSError, ValueError):
+                self.dropped += len(batch)
+            self._waiting -= len(batch)
+
+
+def fields(outcome: Outcome, offset: float) -> dict[str, Any]:
+    """What an access line says. Times in milliseconds."""
+    usage, error, principal = outcome.usage, outcome.error, outcome.principal
+    line: dict[str, Any] = {
+        "time": round(outcome.ended + offset, 3),
+        "event": "request",
+        "request_id": outcome.request_id,
+        "operation": outcome.operation,
+        "status": outcome.status,
+        "tenant": outcome.tenant_name,
+        "key": principal.key if principal else None,
+        "model": outcome.model_name,
+        "asked": outcome.asked if outcome.model else None,
+        "replica": outcome.replica.id if outcome.replica else None,
+        "stream": outcome.stream,
+        "attempts": outcome.attempts,
+        "duration_ms": round((outcome.ended - outcome.started) * 1000, 2),
+    }
+    if outcome.first_token:
+        line["ttft_ms"] = round((outcome.first_token - outcome.started) * 1000, 2)
+    if usage is not None:
+        line |= {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion, "usage": usage.source}
+        if usage.cached:
+            line["cached_tokens"] = usage.cached
+        if usage.reasoning:
+            line["reasoning_tokens"] = usage.reasoning
+    if error is not None:
+        line["error"] = error.code or error.type
+    return line
+
+
+def _json_line(outcome: Outcome, offset: float) -> bytes:
+    return orjson.dumps(fields(outcome, offset), option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _text_line(outcome: Outcome, offset: float) -> bytes:
+    line = fields(outcome, offset)
+    clock = time.strftime("%H:%M:%S", time.localtime(line.pop("time")))
+    line.pop("event")
+    words = " ".join(f"{name}={value}" for name, value in line.items() if value is not None)
+    return f"{clock} {words}\n".encode()

@@ -1,0 +1,302 @@
+"""The whole path of a request, top to bottom: docs/architecture.md follows `serve` line by line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from random import getrandbits
+
+from backends.failures import Failure, FailureKind
+from gateway.answers import Answer, read_answer
+from gateway.auth import authenticate
+from gateway.call import Call, parse_call
+from gateway.catalog import find, may_use, resolve
+from gateway.edge import HotCycle
+from gateway.errors import (
+    ClientGone,
+    EngineBusy,
+    GatewayError,
+    Internal,
+    NoReplica,
+    ShuttingDown,
+    UpstreamBroken,
+    UpstreamError,
+    from_failure,
+)
+from gateway.fleet import LoadTable, ReplicaState, Slot
+from gateway.limits import Lease, Limiter
+from gateway.logs import AccessLog
+from gateway.media import check_media
+from gateway.metrics import Metrics
+from gateway.outcome import Outcome
+from gateway.routing import Ask, choose
+from gateway.snapshot import Snapshot
+from gateway.sse import StreamTap
+from gateway.types import Model, Principal, Replica, Usage
+from gateway.upstream import Reply, Upstream
+
+MOST_ATTEMPTS = 3  # per model of the fallback chain
+PARSE_IN_THREAD_ABOVE = 1024 * 1024  # bytes of a body whose parsing would hold up everybody else
+
+log = logging.getLogger("sekisho")
+
+
+class Gateway:
+    """The collaborators of `serve`. `snapshot` is replaced as a whole by a reload; everything else lives on."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        metrics: Metrics,
+        access_log: AccessLog,
+        upstream: Upstream,
+        limiter: Limiter | None = None,
+    ) -> None:
+        self.snapshot = snapshot
+        self.metrics, self.access_log, self.upstream = metrics, access_log, upstream
+        self.limiter = limiter or Limiter()
+        self.fleet = LoadTable()
+        self.draining = False
+        self._sequence = 0
+
+    def ask(self, call: Call, tried: set[str]) -> Ask:
+        self._sequence += 1
+        return Ask(call.operation, time.monotonic(), self._sequence, getrandbits(30), tried)
+
+    def record(self, outcome: Outcome) -> None:
+        outcome.ended = time.monotonic()
+        self.metrics.record(outcome)
+        self.access_log.add(outcome)
+
+
+async def serve(gateway: Gateway, cycle: HotCycle) -> None:
+    """Carries one request from authentication to settled usage. A cancellation anywhere releases all that it holds."""
+    now = gateway.snapshot  # one view to the end
+    outcome = Outcome(cycle.operation, cycle.request_id, time.monotonic())
+    lease: Lease | None = None
+    try:
+        if gateway.draining:
+            raise ShuttingDown
+        outcome.principal = principal = authenticate(cycle.headers, now.keys, now.anonymous, time.time())
+        lease = gateway.limiter.admit(principal.limits, outcome.started)
+        call = await _read_call(cycle, outcome)
+        outcome.asked, outcome.stream = call.model, call.stream
+        outcome.model = model = resolve(call.model, principal, now.names)
+        check_media(call.body, now.media_hosts)
+        lease.reserve(_budget(call, model) if principal.limits.tokens else 0, outcome.started)
+        if principal.limits:
+            cycle.extra_headers = gateway.limiter.headers(principal.limits, outcome.started)
+        await _forward(gateway, now, call, principal, cycle, outcome)
+    except asyncio.CancelledError:
+        _end(cycle, outcome, ClientGone() if cycle.disconnected else ShuttingDown())
+    except GatewayError as error:
+        _end(cycle, outcome, error)
+    except Exception:
+        log.exception("request %s failed inside the gateway", cycle.request_id)
+        _end(cycle, outcome, Internal())
+    finally:
+        if lease is not None:
+            lease.settle(outcome.usage.total if outcome.usage else 0, time.monotonic())
+            lease.close(time.monotonic())
+        gateway.record(outcome)
+
+
+def _end(cycle: HotCycle, outcome: Outcome, error: GatewayError) -> None:
+    outcome.error, outcome.status = error, error.status
+    cycle.fail(error)
+
+
+async def _read_call(cycle: HotCycle, outcome: Outcome) -> Call:
+    if cycle.more_body:
+        begun = time.monotonic()
+        raw = await cycle.read_body()
+        outcome.waited_for_body = time.monotonic() - begun
+    else:
+        raw = await cycle.read_body()
+    if len(raw) > PARSE_IN_THREAD_ABOVE:
+        return await asyncio.get_running_loop().run_in_executor(None, parse_call, cycle.operation, raw)
+    return parse_call(cycle.operation, raw)
+
+
+def _budget(call: Call, model: Model) -> int:
+    """Tokens to set aside: the prompt by estimate, and as many completion tokens as the request allows."""
+    completion = model.max_tokens_default if call.max_tokens is None else call.max_tokens
+    return call.prompt_tokens + (completion * call.n if call.operation.generates else 0)
+
+
+async def _forward(
+    gateway: Gateway, now: Snapshot, call: Call, principal: Principal, cycle: HotCycle, outcome: Outcome
+) -> None:
+    """Tries replicas, then fallback models, until one has answered or the client has seen a part of an answer."""
+    assert outcome.model is not None
+    chain = [outcome.model, *_fallbacks(outcome.model, principal, now)]
+    last: GatewayError | None = None
+    for model in chain:
+        tried: set[str] = set()
+        while len(tried) < MOST_ATTEMPTS:
+            try:
+                state = _choose(gateway, model, call, tried)
+            except NoReplica as error:
+                last = last or error
+                break
+            tried.add(state.replica.id)
+            outcome.attempts += 1
+            attempt = _Attempt(gateway, call, cycle, outcome, state)
+            try:
+                await attempt.run()
+                return
+            except (UpstreamError, EngineBusy) as error:
+                attempt.blame(error)
+                if attempt.shown or not error.retryable:
+                    raise
+                last = error
+    raise last or NoReplica("No replica of this model is available at the moment.", retry_after=5)
+
+
+def _fallbacks(model: Model, principal: Principal, now: Snapshot) -> list[Model]:
+    """Fallback models this caller may use, in the operator's order: permission is checked for every target."""
+    found = (find(name, now.names) for name in model.fallbacks)
+    return [other for other in found if other is not None and may_use(principal, other)]
+
+
+def _choose(gateway: Gateway, model: Model, call: Call, tried: set[str]) -> ReplicaState:
+    views = [gateway.fleet.of(replica) for replica in model.replicas]
+    view = choose(model, views, gateway.ask(call, tried))
+    assert isinstance(view, ReplicaState)
+    return view
+
+
+class _Attempt:
+    """One request to one replica. For a stream it is the sink between the engine's socket and the client's."""
+
+    __slots__ = ("_cycle", "_gateway", "_outcome", "call", "shown", "state", "tap")
+
+    def __init__(self, gateway: Gateway, call: Call, cycle: HotCycle, outcome: Outcome, state: ReplicaState) -> None:
+        self._gateway, self._cycle, self._outcome = gateway, cycle, outcome
+        self.call, self.state = call, state
+        self.tap: StreamTap | None = None
+        self.shown = False  # the client has seen a part of this answer: from here on there is no second try
+
+    async def run(self) -> None:
+        """Raises: GatewayError; `shown` tells whether another replica may still be tried."""
+        replica, outcome, call = self.state.replica, self._outcome, self.call
+        outcome.replica = replica
+        request = request_bytes(replica, call, self._cycle, outcome.tenant_name)
+        with Slot(self.state):
+            outcome.sent = time.monotonic()
+            self._cycle.keepalives = call.stream
+            try:
+                with await self._gateway.upstream.open(replica.endpoint, replica.timeouts, request) as reply:
+                    if reply.status != 200:
+                        raise await _refusal(replica, reply)
+                    if call.stream:
+                        await self._relay(reply)
+                    else:
+                        await self._answer(reply)
+            except asyncio.CancelledError:
+                outcome.usage = outcome.usage or self._estimate(0)  # the engine has worked on the prompt
+                raise
+        outcome.status = 200
+        self.state.succeeded(outcome.first_token - outcome.sent if outcome.first_token else None)
+
+    async def _answer(self, reply: Reply) -> None:
+        body = await reply.read()
+        outcome, cycle = self._outcome, self._cycle
+        outcome.upstream_ended = time.monotonic()
+        if len(body) > PARSE_IN_THREAD_ABOVE:
+            answer: Answer = await asyncio.get_running_loop().run_in_executor(None, read_answer, self.call, body)
+        else:
+            answer = read_answer(self.call, body)
+        if answer.failure is not None:
+            raise from_failure(answer.failure)
+        outcome.usage = answer.usage or self._estimate(len(body) // 4 if self.call.operation.generates else 0)
+        cycle.answer(200, answer.body)
+
+    async def _relay(self, reply: Reply) -> None:
+        if not reply.headers.get(b"content-type", b"").lower().startswith(b"text/event-stream"):
+            raise await _not_a_stream(reply)
+        cycle, outcome = self._cycle, self._outcome
+        self.tap = tap = StreamTap(
+            self.call.model, strip_usage=not self.call.wants_usage, max_event=self._gateway.snapshot.max_event
+        )
+        cycle.attach(reply.pause, reply.resume)
+        try:
+            if not cycle.started and not reply.has_body:
+                cycle.begin()  # the status is known: nobody has to wait for the first token to see it
+            await reply.relay(self)
+        finally:
+            cycle.on_paused = cycle.on_resumed = None
+            if tap.events or tap.usage:
+                outcome.usage = tap.usage or self._estimate(tap.tokens)
+        if tap.failure is not None:
+            raise from_failure(tap.failure)
+        if not tap.complete:
+            raise UpstreamBroken("The engine ended the stream before the answer was finished.")
+
+    def _estimate(self, completion: int) -> Usage:
+        """For answers that no engine has counted. Leaving early is not free: what was delivered is booked."""
+        return Usage(self.call.prompt_tokens, completion, source="estimate")
+
+    # --- Sink: called from the engine's socket
+    def received(self, data: bytes) -> None:
+        tap = self.tap
+        assert tap is not None
+        ready = tap.feed(data)
+        if ready:
+            self.shown = True
+            self._cycle.received(ready)
+            if not self._outcome.first_token and tap.started:
+                self._outcome.first_token = time.monotonic()
+
+    def ended(self) -> None:
+        assert self.tap is not None
+        self._outcome.upstream_ended = time.monotonic()
+        rest = self.tap.end()
+        if self.tap.complete:
+            self.shown = True
+            self._cycle.end(rest)
+        elif rest:
+            self.shown = True
+            self._cycle.received(rest)
+
+    def blame(self, error: GatewayError) -> None:
+        """Books a failed attempt against its replica, unless the replica is not to blame."""
+        now = time.monotonic()
+        kind = error.kind if isinstance(error, UpstreamError) else "busy"
+        self._gateway.metrics.failures[self.state.replica.id, kind] += 1
+        if error.counts_against_replica:
+            self.state.failed(now)
+        else:
+            self.state.asked_to_wait(now, error.retry_after or 1)
+
+
+def request_bytes(replica: Replica, call: Call, cycle: HotCycle, tenant: str) -> bytes:
+    """Head and body for an engine. Nothing of the client's head goes along but its trace context and request id."""
+    body = call.for_engine(replica.upstream_model, replica.backend.edits(call.operation, call.body))
+    more = b"".join(b"%b: %b\r\n" % line for line in cycle.headers if line[0] in (b"traceparent", b"tracestate"))
+    if replica.embedded is not None:
+        more += b"x-sekisho-tenant: %b\r\n" % tenant.encode()  # its queue is fair between tenants
+    return b"%bx-request-id: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
+        replica.heads[call.operation], cycle.request_id.encode(), more, len(body), body,
+    )  # fmt: skip
+
+
+async def _refusal(replica: Replica, reply: Reply) -> GatewayError:
+    """The engine answered with something other than 200."""
+    body = await reply.read()
+    failure = replica.backend.read_failure(reply.status, body)
+    return from_failure(failure, _seconds(reply.headers.get(b"retry-after")))
+
+
+async def _not_a_stream(reply: Reply) -> GatewayError:
+    """A 200 that is no stream: an error in disguise, or an engine that does not stream."""
+    answer = (await reply.read())[:4096]
+    if b'"error"' in answer:
+        return from_failure(Failure(FailureKind.BROKEN, "It answered a request for a stream with an error document."))
+    return UpstreamBroken("The engine answered a request for a stream with a whole document.")
+
+
+def _seconds(retry_after: bytes | None) -> float | None:
+    """Retry-After in its usual form; a date is rare and not worth a guess."""
+    return float(retry_after) if retry_after is not None and retry_after.strip().isdigit() else None

@@ -1,0 +1,229 @@
+"""The operator's will as one immutable value, compiled from the configuration. Requests keep the one they began on."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from pathlib import Path
+from types import MappingProxyType
+from urllib.parse import urlsplit
+
+from backends.base import Backend
+from gateway.config import (
+    Config,
+    ConfigError,
+    KeyConfig,
+    LimitsConfig,
+    ModelConfig,
+    Problem,
+    ReplicaConfig,
+    TenantConfig,
+)
+from gateway.routing import POLICIES
+from gateway.types import EmbeddedModel, Endpoint, Limit, Limits, Model, Principal, Replica, Tenant, Timeouts
+
+Network = IPv4Network | IPv6Network
+DEFAULT_COMPLETION = 512  # tokens reserved for an answer when neither request nor model sets a limit
+
+_HEAD = (
+    "POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    "accept: application/json, text/event-stream\r\naccept-encoding: identity\r\nuser-agent: sekisho\r\n{credentials}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything a request needs to know that does not change while it runs."""
+
+    config: Config
+    keys: Mapping[bytes, Principal]  # SHA-256 of the whole key -> who it is
+    anonymous: Principal | None
+    models: Mapping[str, Model]
+    names: Mapping[str, Model]  # names and aliases
+    metrics_networks: tuple[Network, ...]
+    trusted_proxies: tuple[Network, ...]
+    media_hosts: frozenset[str]
+    max_event: int  # bytes
+
+    def replicas(self) -> Iterator[Replica]:
+        for model in self.models.values():
+            yield from model.replicas
+
+
+def compile_config(config: Config, load: Callable[[str], Backend], sockets: Path, file: str = "") -> Snapshot:
+    """Resolves all cross-references.
+
+    Args:   load: kind -> adapter. sockets: folder for the sockets of embedded engines. file: named in problems.
+    Raises: ConfigError for what this version cannot do yet: a setting without effect would be a trap.
+    """
+    if problems := [Problem(file, None, path, message, hint) for path, message, hint in _not_offered(config)]:
+        raise ConfigError(problems)
+    now = int(time.time())
+    models = {entry.name: _model(entry, load, sockets, now) for entry in config.models}
+    names = {name: model for model in models.values() for name in (model.name, *model.aliases)}
+    keys = {principal.digest: principal for tenant in config.tenants for principal in _principals(tenant)}
+    return Snapshot(
+        config=config,
+        keys=MappingProxyType(keys),
+        anonymous=None
+        if config.auth.required
+        else Principal(Tenant("anonymous"), "none", "user", ("*",), None, Limits()),
+        models=MappingProxyType(models),
+        names=MappingProxyType(names),
+        metrics_networks=tuple(ip_network(str(cidr)) for cidr in config.metrics.allow),
+        trusted_proxies=tuple(ip_network(str(cidr)) for cidr in config.server.trusted_proxies),
+        media_hosts=frozenset(str(host) for host in config.media.allow_hosts),
+        max_event=config.server.max_event,
+    )
+
+
+def _not_offered(config: Config) -> Iterator[tuple[str, str, str]]:
+    """(path, what is wrong, what to write instead) for settings whose feature this version does not have."""
+    remove = "not offered by this version", "remove it"
+    if config.server.workers > 1:
+        yield "server.workers", "this version runs one process", "write 1"
+    if config.server.tls is not None and config.server.tls.client_ca_file is not None:
+        yield "server.tls.client_ca_file", *remove
+    if config.auth.jwt:
+        yield "auth.jwt", *remove
+    if config.state.redis is not None:
+        yield "state.redis", *remove
+    if config.discovery:
+        yield "discovery", *remove
+    if config.server.cors_origins:
+        yield "server.cors_origins", *remove
+    if config.logging.content != "none":
+        yield "logging.content", "this version never logs content", "write none"
+    for model in config.models:
+        if model.policy not in POLICIES:
+            yield f"models.{model.name}.policy", *(remove[0], f"write one of {', '.join(POLICIES)}")
+
+
+# --- models and replicas
+def _model(entry: ModelConfig, load: Callable[[str], Backend], sockets: Path, now: int) -> Model:
+    replicas = tuple(_replica(entry, replica, load, sockets) for replica in entry.replicas)
+    return Model(
+        name=entry.name,
+        aliases=tuple(entry.aliases),
+        policy=entry.policy,
+        format_preference=tuple(entry.format_preference),
+        fallbacks=tuple(entry.fallbacks),
+        replicas=replicas,
+        max_tokens_default=entry.max_tokens_default or DEFAULT_COMPLETION,
+        created=now,
+        context_length=entry.context_length or max((r.context_length or 0 for r in replicas), default=0) or None,
+        capabilities=tuple(entry.capabilities) or tuple({name for r in entry.replicas for name in r.capabilities}),
+    )
+
+
+def _replica(entry: ModelConfig, given: ReplicaConfig, load: Callable[[str], Backend], sockets: Path) -> Replica:
+    backend = load(given.backend or "llamacpp")
+    embedded = _embedded(entry, given) if given.path is not None else None
+    upstream_model = given.model or (Path(str(given.path)).stem if given.path is not None else entry.name)
+    if embedded is not None:
+        identity = hashlib.sha256(repr((embedded, upstream_model)).encode()).hexdigest()[:8]
+        endpoint, prefix = Endpoint("localhost", 80, unix=str(sockets / f"{identity}.sock")), ""
+    else:
+        identity = hashlib.sha256(f"{given.url} {upstream_model}".encode()).hexdigest()[:8]
+        endpoint, prefix = _endpoint(given)
+    api_key = given.api_key.get_secret_value() if given.api_key is not None else None
+    formats = [str(name) for name in backend.formats]
+    return Replica(
+        id=f"{entry.name}/{backend.kind}-{identity}",
+        model=entry.name,
+        backend=backend,
+        endpoint=endpoint,
+        prefix=prefix,
+        upstream_model=upstream_model,
+        timeouts=Timeouts(given.timeouts.connect, given.timeouts.first_byte, given.timeouts.idle, given.timeouts.total),
+        heads={operation: _head(endpoint, prefix + path, api_key) for operation, path in backend.paths.items()},
+        format=given.format or (formats[0] if len(formats) == 1 else None),
+        quantization=given.quantization,
+        context_length=given.context_length,
+        max_inflight=given.max_inflight or (given.parallel + entry.queue.max_waiting if embedded else None),
+        weight=given.weight,
+        api_key=api_key,
+        embedded=embedded,
+    )
+
+
+def _embedded(entry: ModelConfig, given: ReplicaConfig) -> EmbeddedModel:
+    return EmbeddedModel(
+        path=str(given.path),
+        sha256=given.sha256,
+        context_length=given.context_length,
+        parallel=given.parallel,
+        gpu_layers=given.gpu_layers,
+        threads=given.threads,
+        max_waiting=entry.queue.max_waiting,
+        max_wait=entry.queue.max_wait,
+    )
+
+
+def _endpoint(given: ReplicaConfig) -> tuple[Endpoint, str]:
+    """Where an engine's URL leads, and the path in front of its routes. The URL has been checked when it was read."""
+    url = str(given.url)
+    if url.startswith("unix:"):
+        return Endpoint("localhost", 80, unix=url.removeprefix("unix:")), ""
+    parts = urlsplit(url)
+    tls = parts.scheme == "https"
+    files = [
+        str(file) if file is not None else None
+        for file in (given.ca_file, given.client_cert_file, given.client_key_file)
+    ]
+    endpoint = Endpoint(parts.hostname or "", parts.port or (443 if tls else 80), tls, None, *files)
+    return endpoint, parts.path.rstrip("/").removesuffix("/v1")
+
+
+def _head(endpoint: Endpoint, path: str, api_key: str | None) -> bytes:
+    credentials = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+    return _HEAD.format(path=path, host=endpoint.authority, credentials=credentials).encode()
+
+
+# --- tenants and keys
+def _principals(entry: TenantConfig) -> Iterator[Principal]:
+    tenant = Tenant(entry.name, entry.weight, entry.priority)
+    shared = _limits(entry.limits, "tenant", entry.name)
+    for key in entry.keys:
+        own = _limits(key.limits, "key", f"{entry.name}/{key.name}")
+        yield Principal(
+            tenant=tenant,
+            key=key.name,
+            role=key.role,
+            models=tuple(entry.models),
+            key_models=_key_models(key),
+            limits=Limits(
+                shared.requests + own.requests, shared.tokens + own.tokens, shared.concurrency + own.concurrency
+            ),
+            expires=_seconds(key.expires),
+            digest=bytes.fromhex(key.sha256),
+        )
+
+
+def _key_models(key: KeyConfig) -> tuple[str, ...] | None:
+    return tuple(key.models) if "models" in key.model_fields_set else None
+
+
+def _seconds(moment: datetime | None) -> float | None:
+    return moment.timestamp() if moment is not None else None
+
+
+def _limits(given: LimitsConfig, scope: str, name: str) -> Limits:
+    """The counters are named after their owner, so a reload finds them again."""
+    tokens = [
+        (f"{scope}:{name}:{field}", Limit(rate.count, rate.seconds, "tokens", scope))
+        for field, rate in (("tokens", given.tokens), ("token_budget", given.token_budget))
+        if rate is not None
+    ]
+    requests = given.requests
+    return Limits(
+        requests=((f"{scope}:{name}:requests", Limit(requests.count, requests.seconds, "requests", scope)),)
+        if requests
+        else (),
+        tokens=tuple(tokens),
+        concurrency=((f"{scope}:{name}", given.concurrency),) if given.concurrency is not None else (),
+    )

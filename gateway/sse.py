@@ -1,0 +1,244 @@
+"""Taps: what the gateway reads off an answer's stream while its bytes pass through. No I/O.
+
+A tap is fed whatever the socket held and returns what may go on to the client: whole events, each as it came, save for
+the model's name, events nobody asked for, and lines that would break clients. The ordinary chunk takes the short way:
+once the beginning that all chunks of a stream share has been learnt from one of them, a read is recognised by counting
+that beginning, with no parsing. Whatever looks different is parsed.
+
+That the short way is exact rests on two facts of JSON: a quotation mark inside a string is always escaped, so raw bytes
+such as `"finish_reason":"` or `data: {"id":"` cannot be part of a text; and a string holds no raw newline, so newlines
+count lines.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+
+from backends.failures import Failure, FailureKind, read_failure
+from gateway import jsonscan
+from gateway.types import Usage
+
+MAX_EVENT = 32 * 1024 * 1024
+DONE = b"data: [DONE]\n\n"
+_FIELD = re.compile(rb"(data|event)(?::|$) ?")
+
+
+class StreamTap:
+    """Reads one event stream.
+
+    Args:   asked: the model name to show, as the client wrote it. strip_usage: take out the usage event, since only
+            the gateway asked for it. max_event: bytes after which an event without an end is given up.
+    """
+
+    __slots__ = (
+        "_finished", "_held", "_marks", "_model", "_prefix", "_renamed", "_seen", "_skip_newline",
+        "asked", "done", "events", "failure", "max_event", "started", "strip_usage", "tokens", "usage",
+    )  # fmt: skip
+
+    def __init__(self, asked: str, *, strip_usage: bool, max_event: int = MAX_EVENT) -> None:
+        self.asked, self.strip_usage, self.max_event = asked, strip_usage, max_event
+        self.failure: Failure | None = None  # the engine said so inside the stream, or the stream made no sense
+        self.usage: Usage | None = None
+        self.events = 0  # data events passed on
+        self.tokens = 0  # events that carried text, reasoning or tool calls: an estimate of completion tokens
+        self.started = False  # the first such event has been seen
+        self.done = False
+        self._held = bytearray()  # an event whose end has not arrived
+        self._skip_newline = False  # the last read ended in CR: a following LF belongs to it
+        self._seen: set[int] = set()  # choice indexes
+        self._finished: set[int] = set()
+        self._prefix = self._renamed = b""  # how every chunk of this stream begins, and how it shall begin
+        self._marks = (b"", b"", b"")
+        self._model = orjson.dumps(asked)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice came to its end. `[DONE]` alone does not say so: engines send it after errors too."""
+        return self.failure is None and bool(self._finished) and self._finished >= self._seen
+
+    def feed(self, data: bytes) -> bytes:
+        """What can go to the client of all that has arrived."""
+        if self.done or self.failure:
+            return b""
+        if b"\r" in data or self._skip_newline:
+            data = self._normalise(data)
+        if self._held or not data.endswith(b"\n\n"):
+            data = self._whole_events(data)
+            if not data:
+                return b""
+        prefix = self._prefix
+        if prefix:
+            count = data.count(prefix)
+            finish, usage, error = self._marks
+            if (
+                count
+                and data.count(b"\n") == 2 * count
+                and finish not in data
+                and usage not in data
+                and error not in data
+            ):
+                self.events += count
+                self.tokens += count
+                return data if prefix is self._renamed else data.replace(prefix, self._renamed)
+        return self._read(data)
+
+    def end(self) -> bytes:
+        """The last bytes for the client once the engine has ended the stream. Look at `complete` afterwards."""
+        rest = b""
+        if self._held and not self.done and self.failure is None:
+            rest = self._read(bytes(self._held).rstrip(b"\n") + b"\n\n")
+            self._held.clear()
+        if self.complete and not self.done:
+            self.done = True
+            return rest + DONE
+        return rest
+
+    def _normalise(self, data: bytes) -> bytes:
+        """All legal line ends as LF. A CR at the end counts at once; an LF that follows in the next read is dropped."""
+        if self._skip_newline and data.startswith(b"\n"):
+            data = data[1:]
+        self._skip_newline = data.endswith(b"\r")
+        return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+
+    def _whole_events(self, data: bytes) -> bytes:
+        """The events that are complete with `data`; the rest is held."""
+        held = self._held
+        search_from = max(0, len(held) - 1)
+        held += data
+        boundary = held.rfind(b"\n\n", search_from)
+        if boundary < 0:
+            if len(held) > self.max_event:
+                self.failure = Failure(
+                    FailureKind.BROKEN, f"An event of the stream is larger than {self.max_event} bytes."
+                )
+                held.clear()
+            return b""
+        whole = bytes(held[: boundary + 2])
+        del held[: boundary + 2]
+        return whole
+
+    def _read(self, data: bytes) -> bytes:
+        """The long way: block by block."""
+        passed = []
+        for block in data.split(b"\n\n"):
+            if block and not block.isspace():
+                passed.append(self._block(block))
+            if self.done or self.failure:
+                break
+        return b"".join(passed)
+
+    def _block(self, block: bytes) -> bytes:
+        lines = [line for line in block.split(b"\n") if line]
+        if all(line.startswith(b":") for line in lines):
+            return b"\n".join(lines) + b"\n\n"
+        kept, payload = [], []
+        for line in lines:
+            # `id` and `retry` would make clients dispatch events without data later on; they mean nothing here.
+            field = _FIELD.match(line)
+            if field:
+                kept.append(line)
+                if field[1] == b"data":
+                    payload.append(line[field.end() :])
+        text = b"\n".join(payload)
+        if not text.strip():
+            return b""
+        if len(payload) > 1:  # one object over several data lines: one line says the same and can be edited
+            kept = [b"data: " + b" ".join(payload)]
+        return self._event(b"\n".join(kept) + b"\n\n", text, simple=len(kept) == 1)
+
+    def _event(self, block: bytes, text: bytes, *, simple: bool) -> bytes:
+        if text.strip() == b"[DONE]":
+            return self._last(block)
+        try:
+            chunk = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            chunk = None
+        if not isinstance(chunk, dict):
+            self.failure = Failure(FailureKind.BROKEN, "The engine sent an event that is not a JSON object.")
+            return b""
+        if chunk.get("error"):
+            self.failure = read_failure(0, text)
+            return b""
+        choices = chunk.get("choices") or []
+        usage = read_usage(chunk.get("usage"))
+        if usage is not None:
+            self.usage = usage
+            if not choices and self.strip_usage:
+                return b""
+        if self._read_choices(choices):
+            self.tokens += 1
+            self.started = True
+        self.events += 1
+        return self._named(block, chunk, simple)
+
+    def _last(self, block: bytes) -> bytes:
+        if not self.complete:
+            self.failure = Failure(FailureKind.BROKEN, "The engine ended the stream before the answer was finished.")
+            return b""
+        self.done = True
+        return block
+
+    def _read_choices(self, choices: Any) -> bool:
+        """Notes which choices are finished; whether any of them carries something for the reader."""
+        carries = False
+        for choice in choices:
+            if not isinstance(choice, dict):
+                continue
+            index = choice.get("index") or 0
+            self._seen.add(index)
+            if choice.get("finish_reason"):
+                self._finished.add(index)
+            delta = choice.get("delta")
+            if choice.get("text") or (isinstance(delta, dict) and any(v for k, v in delta.items() if k != "role")):
+                carries = True
+        return carries
+
+    def _named(self, block: bytes, chunk: dict[str, Any], simple: bool) -> bytes:
+        """The block with the name the client asked for; learns how chunks begin where they are of the simple form."""
+        model = chunk.get("model")
+        if not isinstance(model, str) or not simple:
+            return block if model == self.asked or not isinstance(model, str) else self._renamed_block(block)
+        start = block.index(b"{")
+        for member in jsonscan.members(block, start):
+            if member.key == "choices":
+                break  # a name behind the choices makes no common beginning
+            if member.key == "model":
+                prefix = block[: member.end]
+                self._learn(prefix, prefix if model == self.asked else block[: member.value] + self._model, block)
+                break
+        return block if model == self.asked else self._renamed_block(block)
+
+    def _learn(self, prefix: bytes, renamed: bytes, block: bytes) -> None:
+        if not self.started or not block.startswith(b"data: {"):
+            return
+        for colon in (b":", b": "):
+            if b'"choices"' + colon + b"[{" in block and b'"finish_reason" ' not in block:
+                self._marks = (b'"finish_reason"' + colon + b'"', b'"usage"' + colon + b"{", b'"error"' + colon)
+                self._prefix, self._renamed = prefix, (prefix if prefix == renamed else renamed)
+                return
+
+    def _renamed_block(self, block: bytes) -> bytes:
+        for member in jsonscan.members(block, block.index(b"{")):
+            if member.key == "model":
+                return block[: member.value] + self._model + block[member.end :]
+        return block
+
+
+def read_usage(usage: Any) -> Usage | None:
+    """Tokens from an OpenAI usage object; None when there is none or it is not one."""
+    if not isinstance(usage, dict):
+        return None
+    prompt, completion = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
+    cached = usage.get("prompt_tokens_details")
+    details = usage.get("completion_tokens_details")
+    reasoning = details.get("reasoning_tokens") if isinstance(details, dict) else usage.get("reasoning_tokens")
+    return Usage(
+        prompt, completion, _count(cached.get("cached_tokens")) if isinstance(cached, dict) else 0, _count(reasoning)
+    )
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 0

@@ -1,0 +1,502 @@
+"""Connections to engines: a pool per endpoint, one request at a time on each connection, answers by callback.
+
+This is the gateway's own HTTP/1.1 client because the client is the largest single cost of a proxy (docs/adr/0001). It
+owns keep-alive and reuse, TLS and Unix sockets, time limits and back-pressure, and nothing else: no redirects, no
+cookies, no proxies, no retries beyond a kept connection that turns out to be dead.
+
+The parser is llhttp through httptools, the one uvicorn uses. What an engine sends is not trusted: heads, answers and
+what compression may blow up to are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import zlib
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import httptools
+
+from gateway.errors import GatewayError, UpstreamBroken, UpstreamTimeout, UpstreamUnreachable
+from gateway.types import Endpoint, Timeouts
+
+MAX_HEAD = 64 * 1024  # bytes of an answer's headers
+IDLE_CONNECTION = 30.0  # seconds a kept connection waits for its next request
+MOST_IDLE = 256  # kept connections per endpoint
+TICK = 0.25  # seconds between two looks at the time limits
+
+_KEPT_HEADERS = frozenset(
+    {b"content-type", b"content-encoding", b"retry-after", b"content-length", b"transfer-encoding"}
+)
+
+
+class _Unanswered(UpstreamBroken):
+    """The connection ended before a single byte of an answer: on a kept connection that says nothing of the engine."""
+
+
+class Sink(Protocol):
+    """Where a relayed answer goes. Both are called from the engine's socket and must not block."""
+
+    def received(self, data: bytes) -> None: ...
+    def ended(self) -> None: ...
+
+
+class Reply:
+    """An engine's answer while it arrives.
+
+    `started` resolves with the head, `relay` hands the body to a sink as it comes, `read` collects it. Leaving the
+    context closes the connection unless the answer was read to its end.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_decoder",
+        "_limit",
+        "_parts",
+        "_registry",
+        "_sink",
+        "_size",
+        "_waiter",
+        "answered",
+        "complete",
+        "error",
+        "headers",
+        "last_read",
+        "sent",
+        "status",
+        "timeouts",
+    )  # fmt: skip
+
+    def __init__(
+        self, connection: Connection, timeouts: Timeouts, now: float, limit: int, registry: set[Reply]
+    ) -> None:
+        self._connection = connection
+        self._registry = registry  # of open replies, for the time limits
+        registry.add(self)
+        self._limit = limit  # bytes of a body that is collected, and of compressed data blown up in one read
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._sink: Sink | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._decoder: _Decoder | None = None
+        self.timeouts = timeouts
+        self.sent = self.last_read = now
+        self.answered = False  # a byte of an answer has come
+        self.status = 0  # 0 until the head is complete
+        self.headers: dict[bytes, bytes] = {}
+        self.complete = False
+        self.error: GatewayError | None = None
+
+    def __enter__(self) -> Reply:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the connection back, or ends it in the middle of the answer. May be called again."""
+        self._sink = None
+        self._registry.discard(self)
+        self._connection.release(self)
+
+    # --- the reader's side
+    async def started(self) -> None:
+        """Waits for the status and headers.
+
+        Raises: UpstreamBroken, UpstreamTimeout.
+        """
+        while not self.status and self.error is None:
+            await self._wait()
+        if self.error is not None and not self.status:
+            raise self.error
+
+    async def relay(self, sink: Sink) -> None:
+        """Hands the body to `sink`, what has come already first; returns after `sink.ended()`.
+
+        Raises: UpstreamBroken, UpstreamTimeout when the answer stops early; `sink.ended` is not called then.
+        """
+        self._sink = sink
+        if self._parts:
+            data = b"".join(self._parts)
+            self._parts.clear()
+            sink.received(data)
+        if self.complete:
+            sink.ended()
+        await self._end()
+
+    async def read(self) -> bytes:
+        """The whole body.
+
+        Raises: UpstreamBroken (also when it is larger than the limit), UpstreamTimeout.
+        """
+        await self._end()
+        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+
+    async def _end(self) -> None:
+        while not self.complete and self.error is None:
+            await self._wait()
+        if self.error is not None:
+            raise self.error
+
+    def pause(self) -> None:
+        self._connection.pause()
+
+    def resume(self) -> None:
+        self._connection.resume()
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    # --- the socket's side
+    def feed(self, data: bytes) -> None:
+        """Body bytes of one read of the socket, after the head."""
+        if self._decoder is not None:
+            try:
+                data = self._decoder.decode(data, self._limit)
+            except (zlib.error, ValueError):
+                self.fail(UpstreamBroken("The engine sent a compressed answer that cannot be read."))
+                return
+            if not data:
+                return
+        if self._sink is not None:
+            self._sink.received(data)
+            return
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > self._limit:
+            self.fail(UpstreamBroken("The engine's answer is larger than the gateway accepts."))
+
+    def begin(self, status: int, headers: dict[bytes, bytes]) -> None:
+        self.status, self.headers = status, headers
+        encoding = headers.get(b"content-encoding", b"identity").lower()
+        if encoding in (b"gzip", b"x-gzip", b"deflate"):
+            self._decoder = _Decoder()
+        elif encoding != b"identity":
+            self.fail(UpstreamBroken("The engine compressed its answer although it was asked not to."))
+
+    def end(self) -> None:
+        self.complete = True
+        if self._sink is not None:
+            self._sink.ended()
+        self.wake()
+
+    def fail(self, error: GatewayError) -> None:
+        if not self.complete and self.error is None:
+            self.error = error
+            self._connection.abort()
+        self.wake()
+
+    def wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    @property
+    def has_body(self) -> bool:
+        """Whether a part of the body waits to be taken."""
+        return bool(self._parts) or self.complete
+
+    @property
+    def relaying(self) -> bool:
+        return self._sink is not None
+
+    def overdue(self, now: float) -> GatewayError | None:
+        """The time limit that has passed, if one has."""
+        limits = self.timeouts
+        if limits.total is not None and now - self.sent > limits.total:
+            return UpstreamTimeout(f"The answer was not finished within {limits.total:g} s.")
+        if self.answered:
+            if now - self.last_read > limits.idle and not self._connection.paused:
+                return UpstreamTimeout(f"The engine went silent for {limits.idle:g} s in the middle of its answer.")
+        elif now - self.sent > limits.first_byte:
+            return UpstreamTimeout(f"The engine did not begin to answer within {limits.first_byte:g} s.")
+        return None
+
+
+class _Decoder:
+    """gzip or zlib, piece by piece, so that a compressed stream is still delivered event by event."""
+
+    def __init__(self) -> None:
+        self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 32)
+
+    def decode(self, data: bytes, limit: int) -> bytes:
+        """Raises: zlib.error, ValueError for more than `limit` bytes at once."""
+        out = self._inflate.decompress(data, limit)
+        if self._inflate.unconsumed_tail:
+            raise ValueError("decompressed data is larger than the limit")
+        return out
+
+
+class Connection(asyncio.Protocol):
+    """One socket to an engine."""
+
+    __slots__ = (
+        "_body", "_done", "_head_size", "_headers", "_keep", "_loop", "_parser", "_pool", "_reply", "idle_since",
+        "paused", "transport",
+    )  # fmt: skip
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._loop = pool.loop
+        self._parser = httptools.HttpResponseParser(self)
+        self._reply: Reply | None = None
+        self._headers: dict[bytes, bytes] = {}
+        self._head_size = 0
+        self._body: list[bytes] = []
+        self._done = False  # the answer's last byte has come
+        self._keep = False  # and the engine keeps the connection open
+        self.transport: asyncio.Transport | None = None
+        self.paused = False
+        self.idle_since = 0.0
+
+    def send(self, reply: Reply, request: bytes) -> None:
+        assert self.transport is not None
+        self._reply = reply
+        self._done = self._keep = False
+        self.transport.write(request)
+
+    def release(self, reply: Reply) -> None:
+        """The reader is finished with its answer: the connection is kept if the answer was read to its end."""
+        if self._reply is not reply:
+            return
+        self._reply = None
+        self._body.clear()
+        if self.transport is None or not self._keep:
+            self.abort()
+            return
+        self.resume()
+        self._pool.keep(self)
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def pause(self) -> None:
+        if not self.paused and self.transport is not None:
+            self.paused = True
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.paused and self.transport is not None:
+            self.paused = False
+            self.transport.resume_reading()
+
+    # --- asyncio.Protocol
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are not its subclasses
+
+    def data_received(self, data: bytes) -> None:
+        reply, was_done = self._reply, self._done
+        if reply is None or was_done:
+            self.abort()  # bytes nobody asked for: this connection's framing cannot be trusted any more
+            return
+        reply.last_read = self._loop.time()
+        reply.answered = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._keep = False
+            if not self._done:
+                reply.fail(UpstreamBroken("The engine's answer is not valid HTTP."))
+                return
+        body = self._body
+        if body:
+            data = body[0] if len(body) == 1 else b"".join(body)
+            body.clear()
+            reply.feed(data)
+        if self._done:
+            reply.end()
+        elif not reply.relaying:
+            if reply.status:
+                reply.wake()
+            elif self._head_size > MAX_HEAD:
+                reply.fail(UpstreamBroken("The engine's answer has too many headers."))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self._pool.forget(self)
+        reply = self._reply
+        del self._parser  # it points back here: without this, every closed connection waits for the cycle collector
+        if reply is None or self._done:
+            return
+        if reply.status and exc is None and not self._is_framed(reply):
+            self._done = True
+            reply.end()  # a body without a length ends with its connection
+        elif reply.answered:
+            reply.fail(UpstreamBroken("The connection to the engine was lost before the answer was finished."))
+        else:
+            reply.fail(_Unanswered("The engine closed the connection without an answer."))
+
+    @staticmethod
+    def _is_framed(reply: Reply) -> bool:
+        return b"content-length" in reply.headers or b"transfer-encoding" in reply.headers
+
+    # --- httptools callbacks
+    def on_message_begin(self) -> None:
+        self._headers = {}
+        self._head_size = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_size += len(name) + len(value)
+        name = name.lower()
+        if name in _KEPT_HEADERS:
+            self._headers[name] = value
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if self._reply is not None and status >= 200:
+            self._reply.begin(status, self._headers)
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        # 1xx answers are messages of their own to the parser; the one that counts follows.
+        if self._reply is not None and self._reply.status:
+            self._done = True
+            self._keep = self._parser.should_keep_alive()
+
+
+class Pool:
+    """Kept connections to one endpoint, newest first."""
+
+    __slots__ = ("_endpoint", "_idle", "_open", "_tls", "loop")
+
+    def __init__(self, endpoint: Endpoint, loop: asyncio.AbstractEventLoop) -> None:
+        self._endpoint = endpoint
+        self._idle: deque[Connection] = deque()
+        self._open: set[Connection] = set()
+        self._tls = tls_context(endpoint) if endpoint.tls else None
+        self.loop = loop
+
+    def take(self) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.transport is not None and not connection.transport.is_closing():
+                return connection
+        return None
+
+    async def connect(self, timeout: float) -> Connection:
+        """Raises: UpstreamUnreachable."""
+        endpoint = self._endpoint
+        try:
+            async with asyncio.timeout(timeout):
+                if endpoint.unix is not None:
+                    _, connection = await self.loop.create_unix_connection(lambda: Connection(self), endpoint.unix)
+                else:
+                    _, connection = await self.loop.create_connection(
+                        lambda: Connection(self),
+                        endpoint.host,
+                        endpoint.port,
+                        ssl=self._tls,
+                        server_hostname=endpoint.host if self._tls else None,
+                    )
+        except TimeoutError:
+            raise UpstreamUnreachable(
+                f"The engine did not accept a connection within {timeout:g} s.", retry_after=5
+            ) from None
+        except ssl.SSLError:
+            raise UpstreamUnreachable(
+                "The engine's TLS certificate or handshake was not acceptable.", retry_after=30
+            ) from None
+        except OSError:
+            raise UpstreamUnreachable("The engine refused the connection.", retry_after=5) from None
+        self._open.add(connection)
+        return connection
+
+    def keep(self, connection: Connection) -> None:
+        if len(self._idle) >= MOST_IDLE:
+            connection.abort()
+            return
+        connection.idle_since = self.loop.time()
+        self._idle.append(connection)
+
+    def forget(self, connection: Connection) -> None:
+        self._open.discard(connection)
+
+    def sweep(self, now: float) -> None:
+        while self._idle and now - self._idle[0].idle_since > IDLE_CONNECTION:
+            self._idle.popleft().abort()
+
+    def close(self) -> None:
+        """Closes kept connections; those in use are closed by whoever uses them."""
+        while self._idle:
+            self._idle.popleft().abort()
+
+    @property
+    def size(self) -> int:
+        return len(self._open)
+
+
+class Upstream:
+    """All pools, and the one timer that looks after every open answer's time limits."""
+
+    def __init__(self, max_response: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._pools: dict[Endpoint, Pool] = {}
+        self._replies: set[Reply] = set()
+        self.max_response = max_response
+
+    async def open(self, endpoint: Endpoint, timeouts: Timeouts, request: bytes) -> Reply:
+        """Sends a request (head and body) and waits for the head of the answer. Use the reply as a context manager.
+
+        A kept connection that the engine had closed meanwhile is replaced by a fresh one without counting as a failure:
+        nothing of an answer had come.
+
+        Raises: UpstreamUnreachable, UpstreamBroken, UpstreamTimeout.
+        """
+        pool = self._pools.get(endpoint)
+        if pool is None:
+            pool = self._pools[endpoint] = Pool(endpoint, self._loop)
+        while (connection := pool.take()) is not None:
+            try:
+                return await self._exchange(connection, timeouts, request)
+            except _Unanswered:
+                continue
+        return await self._exchange(await pool.connect(timeouts.connect), timeouts, request)
+
+    async def _exchange(self, connection: Connection, timeouts: Timeouts, request: bytes) -> Reply:
+        reply = Reply(connection, timeouts, self._loop.time(), self.max_response, self._replies)
+        try:
+            connection.send(reply, request)
+            await reply.started()
+        except BaseException:
+            reply.close()
+            raise
+        return reply
+
+    def sweep(self) -> None:
+        """Called every TICK: enforces time limits and lets go of connections that were kept for long."""
+        now = self._loop.time()
+        for reply in list(self._replies):
+            if (error := reply.overdue(now)) is not None:
+                reply.fail(error)
+        for pool in self._pools.values():
+            pool.sweep(now)
+
+    def retire(self, wanted: Callable[[Endpoint], bool]) -> None:
+        """After a reload: closes the kept connections of endpoints that are gone."""
+        for endpoint in [endpoint for endpoint in self._pools if not wanted(endpoint)]:
+            self._pools.pop(endpoint).close()
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+def tls_context(endpoint: Endpoint) -> ssl.SSLContext:
+    """Verifies the engine against its own CA file or the system's, and shows a client certificate if there is one.
+
+    Raises: OSError, ssl.SSLError for files that cannot be read.
+    """
+    context = ssl.create_default_context(cafile=endpoint.ca_file)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if endpoint.client_cert_file:
+        context.load_cert_chain(endpoint.client_cert_file, endpoint.client_key_file)
+    return context

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Debian packages that the tests need, one line each: command that proves it is there, package that brings it.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/lib.sh
+
+needs='
+curl        curl
+'
+missing=()
+while read -r command package; do
+  [ -z "$command" ] || command -v "$command" >/dev/null || missing+=("$package")
+done <<<"$needs"
+[ ${#missing[@]} -gt 0 ] || exit 0
+
+command -v apt-get >/dev/null || die "the tests need: ${missing[*]}. Install them with your system's package manager."
+sudo=()
+if [ "$(id -u)" != 0 ]; then
+  command -v sudo >/dev/null || die "the tests need: ${missing[*]}. Run as root: apt-get install ${missing[*]}"
+  sudo=(sudo)
+fi
+mkdir -p .venv
+echo "[test] installing ${missing[*]}"
+heartbeat .venv/apt.log "${sudo[@]}" sh -c 'apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@"' _ "${missing[@]}" ||
+  { tail -n 5 .venv/apt.log >&2; die "apt-get could not install: ${missing[*]}"; }
