@@ -6,6 +6,7 @@ SHELL := /bin/bash
 
 PY := .venv/bin/python
 CONFIG ?= config/demo.yaml
+BENCH ?= tests/load/bench.py
 
 help:      ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1@/p' Makefile | column -t -s @ 2>/dev/null || sed -n 's/^\([a-z]*\):.*## /  make \1  /p' Makefile
@@ -36,9 +37,9 @@ check: dev ## ruff, mypy --strict, import order
 
 test: dev servers model ## check, then every test that needs no engine beside the embedded one (ARGS=... for pytest)
 	@$(MAKE) --no-print-directory check
-	@echo "[test] all tests"; $(PY) -m pytest -q tests --ignore tests/engines -m "not engines" $(ARGS)
+	@echo "[test] all tests"; $(PY) -m pytest -q tests --ignore tests/engines $(ARGS)
 
-engines: dev model ## real llama-server and vLLM: installs both once (20 minutes and more), then tests/engines
+engines: dev model ## real llama-server and vLLM: installs both once (about 15 minutes), then tests/engines
 	@scripts/engines.sh $(ARGS)
 
 fmt:       ## fixes what ruff can fix: import order, outdated syntax
@@ -51,8 +52,9 @@ lock: dev  ## requirements.lock and requirements-dev.lock from pyproject.toml
 schema: dev ## config/schema.json from the configuration models
 	@$(PY) -m gateway.config --schema > config/schema.json.tmp && mv config/schema.json.tmp config/schema.json
 
-bench: dev ## added latency and CPU per request (ARGS=... for the script)
-	@$(PY) tests/load/bench.py $(ARGS)
+bench: dev ## added latency and CPU per request (BENCH=script, ARGS=... for it)
+	@[ -f '$(BENCH)' ] || { echo "sekisho: $(BENCH) is not there: name the benchmark with BENCH=path" >&2; exit 2; }
+	@$(PY) '$(BENCH)' $(ARGS)
 
 clean:     ## removes what was built and cached; keeps .venv, models and the demo key
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis htmlcov .coverage .coverage.* ./*.egg-info

@@ -134,7 +134,8 @@ def _fields(body: bytes) -> tuple[str, str, str | None, str]:
 def _detail(detail: object) -> str:
     """FastAPI's `detail`: a text, or a list of {loc, msg} of which the first says enough."""
     if isinstance(detail, list) and detail and isinstance(detail[0], dict):
-        where = ".".join(str(part) for part in detail[0].get("loc", ()) if part != "body")
+        place = detail[0].get("loc")
+        where = ".".join(str(part) for part in place if part != "body") if isinstance(place, list) else ""
         return f"{where}: {detail[0].get('msg', '')}" if where else str(detail[0].get("msg", ""))
     return detail if isinstance(detail, str) else ""
 

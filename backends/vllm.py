@@ -23,7 +23,7 @@ class Vllm(OpenAICompatible):
 
     def read_load(self, body: bytes) -> EngineLoad:
         numbers = promtext.read(body, (RUNNING, WAITING, KV_USED, KV_USED_BEFORE_0_10))
-        ranks = max(1, body.count(b"\n" + RUNNING.encode() + b"{"), body.startswith(RUNNING.encode() + b"{"))
+        ranks = max(1, body.count(b"\n" + RUNNING.encode() + b"{") + body.startswith(RUNNING.encode() + b"{"))
         running, waiting = numbers.get(RUNNING), numbers.get(WAITING)
         used = numbers.get(KV_USED, numbers.get(KV_USED_BEFORE_0_10))
         return EngineLoad(

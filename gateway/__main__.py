@@ -60,11 +60,14 @@ def serve(
 @app.command()
 def check(config: ConfigOption = None) -> None:
     """Validate the configuration and print the fleet it describes."""
-    from backends import kinds
+    import backends
     from gateway.config import ConfigError, load
+    from gateway.snapshot import compile_config
 
+    path = _config_path(config)
     try:
-        loaded = load(_config_path(config), kinds=kinds())
+        loaded = load(path, kinds=backends.kinds())
+        compile_config(loaded, backends.load, Path(), str(path))
     except ConfigError as error:
         _stop(str(error))
     _print_tables(_models_table(loaded), _tenants_table(loaded))

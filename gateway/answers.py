@@ -75,7 +75,7 @@ def _with_encoding(body: bytes, document: dict[str, Any], wanted: str | None) ->
         for entry in document["data"]:
             vector = entry["embedding"]
             entry["embedding"] = _packed(vector) if wanted == "base64" else _unpacked(vector)
-    except (KeyError, TypeError, ValueError, struct.error):
+    except (KeyError, TypeError, ValueError, OverflowError, struct.error):
         return None
     return orjson.dumps(document)
 

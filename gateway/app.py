@@ -8,6 +8,7 @@ import errno
 import gc
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -27,7 +28,7 @@ import uvloop
 import backends
 from gateway import admin, logs
 from gateway.api import create_app
-from gateway.config import Config, ConfigError, StartupError, TlsConfig, load
+from gateway.config import Config, ConfigError, Problem, StartupError, TlsConfig, load
 from gateway.edge import Edge, EdgeSettings
 from gateway.embedded import EmbeddedEngines
 from gateway.logs import AccessLog
@@ -35,9 +36,10 @@ from gateway.metrics import Metrics
 from gateway.pipeline import Gateway, serve
 from gateway.probe import Prober
 from gateway.snapshot import Snapshot, compile_config
-from gateway.upstream import TICK, Upstream
+from gateway.upstream import TICK, Upstream, tls_context
 
 BACKLOG = 4096
+MOST_FILES = 1_048_576
 WATCH_EVERY = 1.0  # seconds between two looks at the configuration file
 
 log = logging.getLogger("sekisho")
@@ -61,6 +63,7 @@ def run(config_path: Path, overrides: Mapping[str, object]) -> int:
         snapshot = files.read()
         config = snapshot.config
         logs.setup(config.logging.level, config.logging.format)
+        raise_file_limit()
         listener = listen(config.server.host, config.server.port)
         with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(Application(files, snapshot, listener).run())
@@ -77,7 +80,10 @@ class Files:
     def read(self) -> Snapshot:
         """Raises: ConfigError."""
         config = load(self._path, kinds=backends.kinds(), overrides=self._overrides)
-        return compile_config(config, backends.load, self._sockets, str(self._path))
+        snapshot = compile_config(config, backends.load, self._sockets, str(self._path))
+        if problems := [Problem(str(self._path), None, *problem) for problem in _unreadable_certificates(snapshot)]:
+            raise ConfigError(problems)
+        return snapshot
 
     def stamp(self) -> tuple[int, int, int] | None:
         """Changes when the file does; None while it is gone, as during a careless save."""
@@ -86,6 +92,27 @@ class Files:
         except OSError:
             return None
         return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _unreadable_certificates(snapshot: Snapshot) -> Iterator[tuple[str, str, str]]:
+    """(path, what is wrong, what to write instead) for engines that could only fail once a request comes."""
+    for replica in snapshot.replicas():
+        try:
+            if replica.endpoint.tls:
+                tls_context(replica.endpoint)
+        except (OSError, ssl.SSLError):
+            yield (
+                f"models.{replica.model}.replicas",
+                "a certificate or key for the engine is not usable",
+                "name PEM files",
+            )
+
+
+def raise_file_limit() -> None:
+    """Every stream takes two sockets; the usual soft limit of 1024 files would be reached by 500 of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -19,7 +19,7 @@ from gateway.errors import BadRequest, InvalidBody
 JSON = dict[str, Any]
 
 _EXACT_ABOVE = 256 * 1024  # bytes; counting every key in a larger body costs more than finding the members
-_ESCAPED_LETTER = re.compile(rb"\\u00(?:[46][1-9a-fA-F]|[57][0-9aA]|5[fF])")  # another way to spell a key
+_ESCAPED_LETTER = re.compile(rb"\\u00(?:3[0-9]|[46][1-9a-fA-F]|[57][0-9aA]|5[fF])")  # another way to spell a key
 _MODEL = re.compile(rb'"model"[ \t\n\r]*:[ \t\n\r]*')
 _QUOTED = {
     key: b'"%b"' % key.encode()
@@ -47,7 +47,7 @@ class Call:
     def __init__(self, operation: Operation, raw: bytes, body: JSON) -> None:
         self.operation, self.raw, self.body = operation, raw, body
         self.model: str = body["model"]
-        self.stream: bool = body.get("stream") is True
+        self.stream: bool = body.get("stream") is True and operation.generates
         options = body.get("stream_options")
         self.wants_usage: bool = options is not None and options.get("include_usage") is True
         limit = body.get("max_completion_tokens")
@@ -59,7 +59,7 @@ class Call:
     def prompt_tokens(self) -> int:
         """An estimate from the prompt's length; counted once, and only when somebody asks."""
         if self._prompt_tokens < 0:
-            self._prompt_tokens = estimate_prompt(self.body)
+            self._prompt_tokens = estimate_prompt(self.operation, self.body)
         return self._prompt_tokens
 
     def for_engine(self, model: str, edits: Edits) -> bytes:
@@ -136,12 +136,17 @@ def _keys_are_unique(raw: bytes, body: JSON) -> bool:
 
 def _model_span(raw: bytes) -> tuple[int, int]:
     """Offsets of the top-level model's value, quotes included."""
-    if len(raw) <= _EXACT_ABOVE and raw.count(b'"model"') == 1 and (key := _MODEL.search(raw)):
+    if (
+        len(raw) <= _EXACT_ABOVE
+        and raw.count(b'"model"') == 1
+        and b"\\u00" not in raw  # the top-level key may be spelled with escapes, and this one be another's
+        and (key := _MODEL.search(raw))
+    ):
         start = key.end()
         end = raw.find(b'"', start + 1)
         if raw.find(b"\\", start, end) < 0:
             return start, end + 1
-    for member in jsonscan.members(raw):
+    for member in jsonscan.walk(raw):
         if member.key == "model":
             return member.value, member.end
     raise InvalidBody("The body has no model.")  # unreachable after parse_call: the parser saw one
@@ -202,6 +207,7 @@ def _check_embeddings(body: JSON) -> None:
         raise BadRequest(
             "'encoding_format' has to be 'float' or 'base64'.", param="encoding_format", code="invalid_value"
         )
+    _check_common(body)
 
 
 _CHECKS = {
@@ -211,12 +217,11 @@ _CHECKS = {
 }
 
 
-def estimate_prompt(body: Mapping[str, Any]) -> int:
+def estimate_prompt(operation: Operation, body: Mapping[str, Any]) -> int:
     """Prompt tokens, by rule of thumb: four characters a token, a fixed price for each image or sound."""
-    messages = body.get("messages")
-    if isinstance(messages, list):
-        return sum(_TOKENS_PER_MESSAGE + _content_tokens(message.get("content")) for message in messages)
-    prompt = body.get("prompt", body.get("input"))
+    if operation is Operation.CHAT:
+        return sum(_TOKENS_PER_MESSAGE + _content_tokens(message.get("content")) for message in body["messages"])
+    prompt = body["prompt" if operation is Operation.COMPLETIONS else "input"]
     if isinstance(prompt, str):
         return len(prompt) // _CHARACTERS_PER_TOKEN + 1
     if isinstance(prompt, list):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import http
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from itertools import count
 from secrets import token_hex
 from typing import Any
@@ -41,7 +41,7 @@ _ID_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY
 _ids = count(1)
 _id_prefix = "req_" + token_hex(8)
 
-Serve = Callable[["HotCycle"], Awaitable[None]]
+Serve = Callable[["HotCycle"], Coroutine[Any, Any, None]]
 
 
 class EdgeSettings:
@@ -98,8 +98,8 @@ class Edge:
 class HotCycle:
     """One request on a hot route and its answer.
 
-    `body`, `more_body`, `disconnected`, `response_complete`, `keep_alive`, `message_event` and `run_asgi` are what
-    uvicorn's protocol expects of a cycle; the other methods are what `serve` uses.
+    `body`, `more_body`, `disconnected`, `response_complete`, `keep_alive` and `message_event` are what uvicorn's
+    protocol expects of a cycle; the methods are what `serve` uses.
     """
 
     __slots__ = (
@@ -140,12 +140,6 @@ class HotCycle:
             waiter.set_result(None)
         if self.disconnected and self.task is not None and not self.response_complete:
             self.task.cancel()
-
-    async def run_asgi(self, _app: object) -> None:
-        self.task = asyncio.current_task()
-        if self.disconnected:
-            return
-        await self._protocol.edge.serve(self)
 
     # --- Inbound
     async def read_body(self) -> bytes:
@@ -408,8 +402,14 @@ class EdgeProtocol(HttpToolsProtocol):
             self._start(self.pipeline.pop()[0])
 
     def _start(self, cycle: Any) -> None:
-        self._active = cycle if isinstance(cycle, HotCycle) else None
-        self._start_asgi_task(cycle, self.app)
+        if not isinstance(cycle, HotCycle):
+            self._active = None
+            self._start_asgi_task(cycle, self.app)
+            return
+        self._active = cycle
+        cycle.task = task = self.loop.create_task(self.edge.serve(cycle))
+        self.tasks.add(task)  # uvicorn waits for these when it stops
+        task.add_done_callback(self.tasks.discard)
 
     def _close_gently(self, body_is_coming: bool) -> None:
         """Closes after the answer. While the client still sends, an immediate close would reset the connection and take

@@ -70,9 +70,12 @@ class ReplicaState:
 
     def failed(self, now: float) -> None:
         self.failures += 1
-        if self.failures >= FAILURES_TO_OPEN:
-            trial = self.paused_until > 0
-            self.pause = min(self.pause * 2, LONGEST_PAUSE) if trial else FIRST_PAUSE
+        if self.failures == FAILURES_TO_OPEN:
+            self.pause = FIRST_PAUSE
+            self.paused_until = max(self.paused_until, now + self.pause)
+        elif self.failures > FAILURES_TO_OPEN and now >= self.paused_until:
+            # A trial. Requests that were open when the pause began and fail during it say nothing new.
+            self.pause = min(self.pause * 2, LONGEST_PAUSE)
             self.paused_until = now + self.pause
 
     def asked_to_wait(self, now: float, seconds: float) -> None:

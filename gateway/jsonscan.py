@@ -7,8 +7,8 @@ check. Strings are jumped over with `bytes.find`, so a megabyte of base64 costs 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import orjson
 
@@ -17,8 +17,7 @@ _SPACE = re.compile(rb"[ \t\n\r]*")
 _SCALAR = re.compile(rb"[^,}\]\s]+")
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One `"key": value` of an object, as offsets into its bytes."""
 
     key: str
@@ -29,19 +28,23 @@ class Member:
 
 def members(text: bytes, at: int = 0) -> list[Member]:
     """The members of the object that begins at or after `at`, in order, repeated keys included."""
-    found: list[Member] = []
+    return list(walk(text, at))
+
+
+def walk(text: bytes, at: int = 0) -> Iterator[Member]:
+    """The same one by one, for those who need only the first few."""
     position = text.index(b"{", at) + 1
     while True:
         position = _skip_space(text, position)
         if text[position] == 0x7D:  # }
-            return found
+            return
         if text[position] == 0x2C:  # ,
             position = _skip_space(text, position + 1)
         start = position
         key_end = _string_end(text, start)
         value = _skip_space(text, _skip_space(text, key_end) + 1)  # over the colon
         position = _value_end(text, value)
-        found.append(Member(orjson.loads(text[start:key_end]), start, value, position))
+        yield Member(orjson.loads(text[start:key_end]), start, value, position)
 
 
 def splice(text: bytes, changes: Mapping[str, bytes | None], found: list[Member] | None = None) -> bytes:

@@ -8,6 +8,7 @@ window) too long. See docs/adr/0004-limit-algorithm.md.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from gateway.errors import RateLimited
 from gateway.types import Limit, Limits
@@ -18,13 +19,14 @@ SLICES = 60
 class Window:
     """What was spent of one limit in the last `limit.seconds`."""
 
-    __slots__ = ("_slices", "_width", "last", "limit", "used")
+    __slots__ = ("_newest", "_slices", "_width", "last", "limit", "used")
 
     def __init__(self, limit: Limit) -> None:
         self.limit = limit
         self._width = limit.seconds / SLICES
         self._slices = [0] * (SLICES + 1)
-        self.last = 0  # number of the newest slice
+        self.last = 0  # number of the current slice
+        self._newest = 0  # number of the last slice in which something was spent
         self.used = 0
 
     def advance(self, now: float) -> None:
@@ -45,8 +47,9 @@ class Window:
 
     def add(self, cost: int) -> int:
         """Spends `cost` now; returns the slice it was booked in, for `correct`."""
-        self._slices[self.last % len(self._slices)] += cost
+        self._slices[self.last % (SLICES + 1)] += cost
         self.used += cost
+        self._newest = self.last
         return self.last
 
     def correct(self, booked_in: int, difference: int) -> None:
@@ -72,48 +75,51 @@ class Window:
 
     def reset(self, now: float) -> float:
         """Seconds until nothing of what was spent counts any more."""
-        size = len(self._slices)
-        for number in range(self.last, self.last - size, -1):
-            if self._slices[number % size]:
-                return max(0.0, (number + size) * self._width - now)
-        return 0.0
+        return max(0.0, (self._newest + SLICES + 1) * self._width - now) if self.used else 0.0
 
 
 class Lease:
     """What one request holds. `settle` books its true tokens; `close` gives the rest back, however it ended."""
 
-    __slots__ = ("_limiter", "_reserved", "_windows", "limits", "settled")
+    __slots__ = ("_booked_in", "_limiter", "_limits", "_requests", "_reserved", "_settled", "_tokens")
 
-    def __init__(self, limiter: Limiter, limits: Limits) -> None:
-        self._limiter, self.limits = limiter, limits
+    def __init__(self, limiter: Limiter, limits: Limits, requests: list[Window]) -> None:
+        self._limiter, self._limits = limiter, limits
+        self._requests = requests
+        self._tokens: list[Window] = []
+        self._booked_in: list[int] = []
         self._reserved = 0
-        self._windows: list[tuple[Window, int]] = []
-        self.settled = False
+        self._settled = False
 
     def reserve(self, tokens: int, now: float) -> None:
         """Sets tokens aside before they are used.
 
         Raises: RateLimited naming the limit, with the time until there is room. Nothing is spent then.
         """
-        windows = [self._limiter.window(key, limit, now) for key, limit in self.limits.tokens]
+        windows = [self._limiter.window(key, limit, now) for key, limit in self._limits.tokens]
         for window in windows:
             if not window.fits(tokens):
                 raise _refusal(window, tokens, now)
-        self._reserved = tokens
-        self._windows = [(window, window.add(tokens)) for window in windows]
+        self._reserved, self._tokens = tokens, windows
+        self._booked_in = [window.add(tokens) for window in windows]
 
     def settle(self, tokens: int, now: float) -> None:
         """Replaces what was reserved by what was used. Only the first call counts."""
-        if self.settled:
+        if self._settled:
             return
-        self.settled = True
-        for window, booked_in in self._windows:
+        self._settled = True
+        for window, booked_in in zip(self._tokens, self._booked_in, strict=True):
             window.advance(now)
             window.correct(booked_in, tokens - self._reserved)
 
     def close(self, now: float) -> None:
         self.settle(0, now)
-        self._limiter.leave(self.limits)
+        self._limiter.leave(self._limits)
+
+    def headers(self, now: float) -> bytes:
+        """`x-ratelimit-*` lines as OpenAI writes them, for the tightest limit of each unit."""
+        lines = _lines(b"requests", self._requests, now) if self._requests else b""
+        return lines + _lines(b"tokens", self._tokens, now) if self._tokens else lines
 
 
 class Limiter:
@@ -144,7 +150,7 @@ class Limiter:
             window.add(1)
         for key, _ in limits.concurrency:
             running[key] = running.get(key, 0) + 1
-        return Lease(self, limits)
+        return Lease(self, limits, windows)
 
     def leave(self, limits: Limits) -> None:
         for key, _ in limits.concurrency:
@@ -165,42 +171,38 @@ class Limiter:
         return window
 
     def _adopt(self, key: str, limit: Limit, old: Window | None) -> Window:
-        """The window for a limit that is new or was changed; what was spent stays spent if the length is the same."""
-        window = Window(limit)
+        """The window for a limit that is new or was changed; what was spent stays spent if the length is the same.
+
+        It stays the same object then: requests that run over a reload settle what they have reserved in it.
+        """
         if old is not None and old.limit.seconds == limit.seconds:
-            window._slices, window.last, window.used = old._slices, old.last, old.used
-        self._windows[key] = window
+            old.limit = limit
+            return old
+        window = self._windows[key] = Window(limit)
         return window
 
-    def headers(self, limits: Limits, now: float) -> bytes:
-        """`x-ratelimit-*` lines as OpenAI writes them, for the tightest limit of each unit."""
-        lines = b""
-        if limits.requests:
-            lines = self._lines(b"requests", limits.requests, now)
-        if limits.tokens:
-            lines += self._lines(b"tokens", limits.tokens, now)
-        return lines
 
-    def _lines(self, unit: bytes, limits: tuple[tuple[str, Limit], ...], now: float) -> bytes:
-        tightest = self.window(*limits[0], now)
-        for key, limit in limits[1:]:
-            window = self.window(key, limit, now)
-            if window.remaining() < tightest.remaining():
-                tightest = window
-        return b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %d\r\nx-ratelimit-reset-%b: %b\r\n" % (
-            unit, tightest.limit.count, unit, tightest.remaining(), unit, duration(tightest.reset(now)),
-        )  # fmt: skip
+def _lines(unit: bytes, windows: list[Window], now: float) -> bytes:
+    tightest = windows[0] if len(windows) == 1 else min(windows, key=Window.remaining)
+    return b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %d\r\nx-ratelimit-reset-%b: %b\r\n" % (
+        unit, tightest.limit.count, unit, tightest.remaining(), unit, duration(tightest.reset(now)),
+    )  # fmt: skip
 
 
 def duration(seconds: float) -> bytes:
-    """`6m0s`, `1.5s`, `120ms`: how OpenAI writes the time until a reset."""
+    """`6m0s`, `2s`, `120ms`: how OpenAI writes the time until a reset."""
     if seconds < 1:
         return b"%dms" % math.ceil(seconds * 1000)
-    if seconds < 60:
-        return b"%gs" % round(seconds, 1)
-    minutes, rest = divmod(math.ceil(seconds), 60)
+    return _whole(math.ceil(seconds))
+
+
+@lru_cache(4096)
+def _whole(seconds: int) -> bytes:
+    minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
-    return (b"%dh" % hours if hours else b"") + b"%dm%ds" % (minutes, rest)
+    if hours:
+        return b"%dh%dm%ds" % (hours, minutes, rest)
+    return b"%dm%ds" % (minutes, rest) if minutes else b"%ds" % rest
 
 
 _PERIODS = {1: "second", 60: "minute", 3600: "hour", 86400: "day"}

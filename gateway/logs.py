@@ -49,7 +49,7 @@ def setup(level: str, style: str, stream: IO[str] | None = None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("httpx", "httpcore", "asyncio"):
+    for noisy in ("httpx", "httpcore", "asyncio", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     structlog.configure(
         processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -69,7 +69,7 @@ class AccessLog:
         self._stream = stream
         self._batch: list[Outcome] = []
         self._queue: SimpleQueue[list[Outcome] | None] = SimpleQueue()
-        self._waiting = 0
+        self._taken = self._written = 0  # outcomes; each is counted by one thread only
         self.dropped = 0
         # Steady clock to wall clock, once: an outcome knows only the former.
         self._offset = time.time() - time.monotonic()
@@ -83,10 +83,10 @@ class AccessLog:
             return
         taken = batch[:]
         batch.clear()
-        if self._waiting > _MOST_WAITING:
+        if self._taken - self._written > _MOST_WAITING:
             self.dropped += len(taken)
             return
-        self._waiting += len(taken)
+        self._taken += len(taken)
         self._queue.put(taken)
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class AccessLog:
                 self._stream.flush()
             except (OSError, ValueError):
                 self.dropped += len(batch)
-            self._waiting -= len(batch)
+            self._written += len(batch)
 
 
 def fields(outcome: Outcome, offset: float) -> dict[str, Any]:

@@ -22,10 +22,10 @@ def check_media(body: Mapping[str, Any], allowed_hosts: frozenset[str]) -> None:
     if not isinstance(messages, list):
         return
     for number, message in enumerate(messages):
-        content = message.get("content")
+        content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
             for place, part in enumerate(content):
-                if isinstance(part, dict) and len(part) > 1:
+                if isinstance(part, dict):  # a type is not needed: engines take a bare {"image_url": ...} too
                     _check_part(part, f"messages[{number}].content[{place}]", allowed_hosts)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator, Sequence
 from random import getrandbits
 
 from backends.failures import Failure, FailureKind
@@ -60,7 +61,7 @@ class Gateway:
         self.draining = False
         self._sequence = 0
 
-    def ask(self, call: Call, tried: set[str]) -> Ask:
+    def ask(self, call: Call, tried: Sequence[str]) -> Ask:
         self._sequence += 1
         return Ask(call.operation, time.monotonic(), self._sequence, getrandbits(30), tried)
 
@@ -85,8 +86,7 @@ async def serve(gateway: Gateway, cycle: HotCycle) -> None:
         outcome.model = model = resolve(call.model, principal, now.names)
         check_media(call.body, now.media_hosts)
         lease.reserve(_budget(call, model) if principal.limits.tokens else 0, outcome.started)
-        if principal.limits:
-            cycle.extra_headers = gateway.limiter.headers(principal.limits, outcome.started)
+        cycle.extra_headers = lease.headers(outcome.started)
         await _forward(gateway, now, call, principal, cycle, outcome)
     except asyncio.CancelledError:
         _end(cycle, outcome, ClientGone() if cycle.disconnected else ShuttingDown())
@@ -130,17 +130,16 @@ async def _forward(
 ) -> None:
     """Tries replicas, then fallback models, until one has answered or the client has seen a part of an answer."""
     assert outcome.model is not None
-    chain = [outcome.model, *_fallbacks(outcome.model, principal, now)]
     last: GatewayError | None = None
-    for model in chain:
-        tried: set[str] = set()
+    for model in _chain(outcome.model, principal, now):
+        tried: list[str] = []
         while len(tried) < MOST_ATTEMPTS:
             try:
                 state = _choose(gateway, model, call, tried)
             except NoReplica as error:
                 last = last or error
                 break
-            tried.add(state.replica.id)
+            tried.append(state.replica.id)
             outcome.attempts += 1
             attempt = _Attempt(gateway, call, cycle, outcome, state)
             try:
@@ -154,13 +153,16 @@ async def _forward(
     raise last or NoReplica("No replica of this model is available at the moment.", retry_after=5)
 
 
-def _fallbacks(model: Model, principal: Principal, now: Snapshot) -> list[Model]:
-    """Fallback models this caller may use, in the operator's order: permission is checked for every target."""
-    found = (find(name, now.names) for name in model.fallbacks)
-    return [other for other in found if other is not None and may_use(principal, other)]
+def _chain(model: Model, principal: Principal, now: Snapshot) -> Iterator[Model]:
+    """The model and its fallbacks in the operator's order. Permission is checked for every target."""
+    yield model
+    for name in model.fallbacks:
+        other = find(name, now.names)
+        if other is not None and may_use(principal, other):
+            yield other
 
 
-def _choose(gateway: Gateway, model: Model, call: Call, tried: set[str]) -> ReplicaState:
+def _choose(gateway: Gateway, model: Model, call: Call, tried: Sequence[str]) -> ReplicaState:
     views = [gateway.fleet.of(replica) for replica in model.replicas]
     view = choose(model, views, gateway.ask(call, tried))
     assert isinstance(view, ReplicaState)

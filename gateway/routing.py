@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from backends.base import Operation
-from gateway.errors import NoReplica, UnsupportedOperation
+from gateway.errors import GatewayError, NoReplica, UnsupportedOperation
 from gateway.types import Model, Replica
 
 
@@ -26,8 +25,7 @@ class ReplicaView(Protocol):
     def has_room(self) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """What a choice depends on besides the replicas. Chance and time come in here, so a choice can be repeated."""
 
     operation: Operation
@@ -64,7 +62,9 @@ def power_of_two(views: Sequence[ReplicaView], ask: Ask) -> ReplicaView:
         return views[0]
     first = ask.entropy % len(views)
     second = (ask.entropy >> 15) % (len(views) - 1)
-    return least_load((views[first], views[second + (second >= first)]), ask)
+    one, other = views[first], views[second + (second >= first)]
+    # Of equals the first, which is chance already: to draw again from the same bits would favour some places.
+    return other if pressure(other) < pressure(one) else one
 
 
 def round_robin(views: Sequence[ReplicaView], ask: Ask) -> ReplicaView:
@@ -80,14 +80,26 @@ def choose(model: Model, views: Sequence[ReplicaView], ask: Ask) -> ReplicaView:
 
     Raises: UnsupportedOperation when no replica's engine can do it at all; NoReplica when none can now.
     """
+    free = [
+        view
+        for view in views
+        if view.routable(ask.now)
+        and view.has_room()
+        and view.replica.id not in ask.tried
+        and ask.operation in view.replica.backend.paths
+    ]
+    if not free:
+        raise _why_none(model, views, ask)
+    return free[0] if len(free) == 1 else POLICIES[model.policy](free, ask)
+
+
+def _why_none(model: Model, views: Sequence[ReplicaView], ask: Ask) -> GatewayError:
     able = [view for view in views if ask.operation in view.replica.backend.paths]
     if not able:
-        raise UnsupportedOperation(f"The model '{model.name}' does not offer this operation.", param="model")
-    up = [view for view in able if view.replica.id not in ask.tried and view.routable(ask.now)]
-    free = [view for view in up if view.has_room()]
-    if not free:
-        raise _full() if up else _away(able, ask.now)
-    return free[0] if len(free) == 1 else POLICIES[model.policy](free, ask)
+        return UnsupportedOperation(f"The model '{model.name}' does not offer this operation.", param="model")
+    if any(view.routable(ask.now) and view.replica.id not in ask.tried for view in able):
+        return _full()
+    return _away(able, ask.now)
 
 
 def _full() -> NoReplica:

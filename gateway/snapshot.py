@@ -116,7 +116,9 @@ def _model(entry: ModelConfig, load: Callable[[str], Backend], sockets: Path, no
         max_tokens_default=entry.max_tokens_default or DEFAULT_COMPLETION,
         created=now,
         context_length=entry.context_length or max((r.context_length or 0 for r in replicas), default=0) or None,
-        capabilities=tuple(entry.capabilities) or tuple({name for r in entry.replicas for name in r.capabilities}),
+        capabilities=tuple(
+            entry.capabilities or dict.fromkeys(name for r in entry.replicas for name in r.capabilities)
+        ),
     )
 
 

@@ -24,6 +24,7 @@ from gateway.types import Usage
 MAX_EVENT = 32 * 1024 * 1024
 DONE = b"data: [DONE]\n\n"
 _FIELD = re.compile(rb"(data|event)(?::|$) ?")
+_CHOICE = re.compile(rb'"choices":( ?)\[\{"index":\1\d+,')
 
 
 class StreamTap:
@@ -51,7 +52,7 @@ class StreamTap:
         self._seen: set[int] = set()  # choice indexes
         self._finished: set[int] = set()
         self._prefix = self._renamed = b""  # how every chunk of this stream begins, and how it shall begin
-        self._marks = (b"", b"", b"")
+        self._marks: tuple[bytes, ...] = (b"", b"", b"", b"")
         self._model = orjson.dumps(asked)
 
     @property
@@ -70,16 +71,18 @@ class StreamTap:
             if not data:
                 return b""
         prefix = self._prefix
-        if prefix:
-            count = data.count(prefix)
-            finish, usage, error = self._marks
+        if prefix and data.startswith(prefix):
+            lines = data.count(b"\n")
+            finish, usage, error, second = self._marks
+            # One event, or as many beginnings as events.
             if (
-                count
-                and data.count(b"\n") == 2 * count
+                (lines == 2 or data.count(prefix) * 2 == lines)
                 and finish not in data
                 and usage not in data
                 and error not in data
+                and second not in data
             ):
+                count = lines // 2
                 self.events += count
                 self.tokens += count
                 return data if prefix is self._renamed else data.replace(prefix, self._renamed)
@@ -124,11 +127,22 @@ class StreamTap:
         """The long way: block by block."""
         passed = []
         for block in data.split(b"\n\n"):
-            if block and not block.isspace():
+            if self._is_ordinary(block):
+                self.events += 1
+                self.tokens += 1
+                passed.append(self._renamed + block[len(self._prefix) :] + b"\n\n")
+            elif block and not block.isspace():
                 passed.append(self._block(block))
-            if self.done or self.failure:
-                break
+                if self.done or self.failure:
+                    break
         return b"".join(passed)
+
+    def _is_ordinary(self, block: bytes) -> bool:
+        """The short way for one event that arrived together with others."""
+        if not self._prefix or not block.startswith(self._prefix) or b"\n" in block:
+            return False
+        finish, usage, error, second = self._marks
+        return finish not in block and usage not in block and error not in block and second not in block
 
     def _block(self, block: bytes) -> bytes:
         lines = [line for line in block.split(b"\n") if line]
@@ -184,10 +198,12 @@ class StreamTap:
     def _read_choices(self, choices: Any) -> bool:
         """Notes which choices are finished; whether any of them carries something for the reader."""
         carries = False
-        for choice in choices:
+        for choice in choices if isinstance(choices, list) else ():
             if not isinstance(choice, dict):
                 continue
-            index = choice.get("index") or 0
+            index = choice.get("index")
+            if not isinstance(index, int):
+                index = 0
             self._seen.add(index)
             if choice.get("finish_reason"):
                 self._finished.add(index)
@@ -202,7 +218,7 @@ class StreamTap:
         if not isinstance(model, str) or not simple:
             return block if model == self.asked or not isinstance(model, str) else self._renamed_block(block)
         start = block.index(b"{")
-        for member in jsonscan.members(block, start):
+        for member in jsonscan.walk(block, start):
             if member.key == "choices":
                 break  # a name behind the choices makes no common beginning
             if member.key == "model":
@@ -214,14 +230,19 @@ class StreamTap:
     def _learn(self, prefix: bytes, renamed: bytes, block: bytes) -> None:
         if not self.started or not block.startswith(b"data: {"):
             return
-        for colon in (b":", b": "):
-            if b'"choices"' + colon + b"[{" in block and b'"finish_reason" ' not in block:
-                self._marks = (b'"finish_reason"' + colon + b'"', b'"usage"' + colon + b"{", b'"error"' + colon)
-                self._prefix, self._renamed = prefix, (prefix if prefix == renamed else renamed)
-                return
+        # The beginning reaches over the choice's index: a choice that was never read could never be missed at the end.
+        choice = _CHOICE.search(block, len(prefix))
+        if choice is None or b'"finish_reason" ' in block:
+            return
+        space, common = choice[1], block[len(prefix) : choice.end()]
+        self._marks = tuple(
+            mark.replace(b" ", space) for mark in (b'"finish_reason": "', b'"usage": {', b'"error": ', b'}, {"index": ')
+        )
+        self._prefix = prefix + common
+        self._renamed = self._prefix if prefix == renamed else renamed + common
 
     def _renamed_block(self, block: bytes) -> bytes:
-        for member in jsonscan.members(block, block.index(b"{")):
+        for member in jsonscan.walk(block, block.index(b"{")):
             if member.key == "model":
                 return block[: member.value] + self._model + block[member.end :]
         return block

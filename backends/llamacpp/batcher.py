@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from backends.llamacpp.errors import EngineBroken
+from backends.llamacpp.grammars import GrammarSampler
 from backends.llamacpp.native import Model
 from backends.llamacpp.protocol import Sampling
-from backends.llamacpp.sampling import build_chain
+from backends.llamacpp.sampling import build_chain, build_grammar
 
 N_BATCH = 512  # tokens in one llama_decode at most
 _CHUNK_MIN = 64  # prompt tokens in a step at least: smaller ones waste the matrix kernels
@@ -25,11 +26,12 @@ _STEP_S = 0.25  # seconds a step with prompt tokens should take at most
 class Slot:
     """One sequence: its prompt while that is read, then the token to decode next."""
 
-    __slots__ = ("chain", "pending", "position", "prompt")
+    __slots__ = ("chain", "grammar", "pending", "position", "prompt")
 
-    def __init__(self, prompt: Sequence[int], chain: Any) -> None:
+    def __init__(self, prompt: Sequence[int], chain: Any, grammar: Any) -> None:
         self.prompt = prompt
         self.chain = chain
+        self.grammar = grammar  # None = free text
         self.position = 0  # tokens in the KV cache
         self.pending: int | None = None  # sampled, not decoded yet; None while the prompt is read
 
@@ -55,16 +57,22 @@ class Batcher:
             raise EngineBroken("llama.cpp could not create the context")
         self._memory = lib.llama_get_memory(self._ctx)
         self._batch = lib.llama_batch_init(N_BATCH, 0, 1)
+        self._grammars = GrammarSampler(model)
 
     def start(self, slot: int, prompt: Sequence[int], sampling: Sampling, grammar: str | None) -> None:
         """Occupy a slot. Raises: ApiError."""
-        chain = build_chain(self._model, sampling, grammar, prompt, self.context)
-        self._slots[slot] = Slot(prompt, chain)
+        rules = None if grammar is None else build_grammar(self._model, grammar)
+        try:
+            chain = build_chain(self._model, sampling, prompt, self.context)
+        except BaseException:
+            self._free(rules)
+            raise
+        self._slots[slot] = Slot(prompt, chain, rules)
 
     def stop(self, slot: int) -> None:
         """Forget a sequence: its KV cells and its sampler."""
         gone = self._slots.pop(slot)
-        self._lib.llama_sampler_free(gone.chain)
+        self._free(gone.chain, gone.grammar)
         self._lib.llama_memory_seq_rm(self._memory, slot, -1, -1)
 
     def step(self) -> list[tuple[int, int]]:
@@ -86,7 +94,7 @@ class Batcher:
     def close(self) -> None:
         """Free the context and all samplers."""
         for slot in self._slots.values():
-            self._lib.llama_sampler_free(slot.chain)
+            self._free(slot.chain, slot.grammar)
         self._slots.clear()
         self._lib.llama_batch_free(self._batch)
         self._lib.llama_free(self._ctx)
@@ -129,9 +137,17 @@ class Batcher:
 
     def _sample(self, number: int, row: int) -> tuple[int, int]:
         slot = self._slots[number]
-        token: int = self._lib.llama_sampler_sample(slot.chain, self._ctx, row)
+        if slot.grammar is None:
+            token: int = self._lib.llama_sampler_sample(slot.chain, self._ctx, row)
+        else:
+            token = self._grammars.sample(slot.chain, slot.grammar, self._ctx, row)
         slot.pending = token
         return number, token
+
+    def _free(self, *samplers: Any) -> None:
+        for sampler in samplers:
+            if sampler is not None:
+                self._lib.llama_sampler_free(sampler)
 
     def _adapt(self, tokens: int, took: float) -> None:
         """Choose the next chunk so that a step takes about _STEP_S seconds."""

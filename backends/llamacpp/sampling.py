@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -13,6 +15,10 @@ from backends.llamacpp.protocol import Sampling
 
 _RANDOM = 0xFFFFFFFF  # LLAMA_DEFAULT_SEED: seeded by the system
 _MAX_SCHEMA = 65536  # bytes of JSON; compiling grows faster than the schema
+_SHORTHAND = re.compile(r"\\[bBdDsSwW]")  # escapes the grammar language does not know
+_REPEAT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+_MAX_REPEAT = 1000  # the converter writes repetitions out
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 # The converter lets control characters stand bare inside strings, which is not JSON.
 _LOOSE_CHAR, _JSON_CHAR = 'char ::= [^"\\\\] |', 'char ::= [^"\\\\\\x7F\\x00-\\x1F] |'
 
@@ -33,10 +39,39 @@ def _compile(text: str) -> str:
     from llama_cpp.llama_grammar import json_schema_to_gbnf
 
     try:
+        _check(json.loads(text))
         grammar: str = json_schema_to_gbnf(text)
-    except (Exception, RecursionError) as error:  # the converter asserts; what it raises is not documented
+    except ApiError:
+        raise
+    except Exception as error:  # the converter asserts; what it raises is not documented
         raise _refused(str(error) or type(error).__name__) from None
     return grammar.replace(_LOOSE_CHAR, _JSON_CHAR)
+
+
+def _check(schema: Any) -> None:
+    """Refuse what would grow without bounds, or what llama.cpp would only complain about on stderr."""
+    if isinstance(schema, list):
+        for item in schema:
+            _check(item)
+    if not isinstance(schema, dict):
+        return
+    for name, value in schema.items():
+        if name == "pattern" and isinstance(value, str):
+            _check_pattern(value)
+        elif name in _COUNTS and isinstance(value, int) and value > _MAX_REPEAT:
+            raise _refused(f"{name} may be {_MAX_REPEAT} at most")
+        elif name in ("enum", "anyOf", "oneOf") and value == []:
+            raise _refused(f"{name} must not be empty")
+        else:
+            _check(value)
+
+
+def _check_pattern(pattern: str) -> None:
+    if shorthand := _SHORTHAND.search(pattern):
+        raise _refused(f"patterns may not use {shorthand.group()}; write a class such as [0-9]")
+    counts = (max(int(low), int(high or 0), 1) for low, high in _REPEAT.findall(pattern))
+    if math.prod(counts) > _MAX_REPEAT:  # they multiply when nested
+        raise _refused(f"the repetitions in a pattern may come to {_MAX_REPEAT} at most")
 
 
 def _refused(why: str) -> ApiError:
@@ -44,16 +79,24 @@ def _refused(why: str) -> ApiError:
     return invalid(message, "response_format", "unsupported_value")
 
 
-def build_chain(model: Model, sampling: Sampling, grammar: str | None, prompt: Sequence[int], window: int) -> Any:
+def build_grammar(model: Model, grammar: str) -> Any:
+    """A sampler for a GBNF text; free it with `llama_sampler_free`. Raises: ApiError 400 when llama.cpp refuses it."""
+    sampler = model.lib.llama_sampler_init_grammar(model.vocab, grammar.encode(), b"root")
+    if not sampler:
+        raise _refused("llama.cpp cannot use the grammar made of it; it may repeat too often or be recursive")
+    return sampler
+
+
+def build_chain(model: Model, sampling: Sampling, prompt: Sequence[int], window: int) -> Any:
     """A sampler chain; free it with `llama_sampler_free`.
 
-    grammar: GBNF. prompt: token ids, which `repeat_penalty` looks at too. window: tokens penalties look back on.
-    Raises:  ApiError 400 for token ids the vocabulary does not have and for grammars llama.cpp refuses.
+    prompt: token ids, which `repeat_penalty` looks at too. window: tokens that penalties look back on.
+    Raises: ApiError 400 for token ids the vocabulary does not have.
     """
     lib = model.lib
     chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
     try:
-        for link in _links(model, sampling, grammar, prompt, window):
+        for link in _links(model, sampling, prompt, window):
             lib.llama_sampler_chain_add(chain, link)  # the chain owns it from here
     except BaseException:
         lib.llama_sampler_free(chain)
@@ -61,15 +104,10 @@ def build_chain(model: Model, sampling: Sampling, grammar: str | None, prompt: S
     return chain
 
 
-def _links(model: Model, s: Sampling, grammar: str | None, prompt: Sequence[int], window: int) -> Iterator[Any]:
+def _links(model: Model, s: Sampling, prompt: Sequence[int], window: int) -> Iterator[Any]:
     lib = model.lib
     if s.logit_bias or s.ignore_eos:
         yield _bias(model, s)
-    if grammar is not None:
-        link = lib.llama_sampler_init_grammar(model.vocab, grammar.encode(), b"root")
-        if not link:
-            raise _refused("llama.cpp cannot use the grammar made of it, it may be too large")
-        yield link
     if s.repeat_penalty != 1:
         link = lib.llama_sampler_init_penalties(model.n_vocab, window, s.repeat_penalty, 0.0, 0.0)
         for token in prompt[-window:]:

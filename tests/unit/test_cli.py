@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +26,6 @@ models:
     replicas:
       - {path: tiny.gguf, parallel: 3}
       - {backend: vllm, url: "http://gpu-1:8000/prefix", api_key: topsecret, format: awq, max_inflight: 7}
-discovery:
-  - {backend: ollama, url: "http://gpu-2:11434", name_prefix: "o/"}
 """ % digest("sk-x")  # noqa: UP031
 
 Run = Callable[..., tuple[int, str, str]]
@@ -36,10 +33,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(name="run")
 def _run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command in an empty folder with three backends; gives exit code, stdout, stderr."""
-    backends = types.ModuleType("backends")
-    backends.kinds = lambda: ("llamacpp", "ollama", "vllm")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "backends", backends)
+    """Run a command in an empty folder; gives exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SEKISHO_CONFIG", raising=False)
 
@@ -124,9 +118,7 @@ def test_the_command_line_starts_light() -> None:
         "assert not loaded, loaded\n"
         "sys.exit(gateway.__main__.main(['version']))"
     )
-    started = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
-    assert time.perf_counter() - started < 5  # a machine under load; 0.3 s at rest
 
 
 def test_module_and_exit_code() -> None:
@@ -141,7 +133,7 @@ def test_check_prints_the_fleet(run: Run, fleet: Path) -> None:
     assert ["smollm2", "chat", "least_load", "llamacpp tiny.gguf", "gguf", "4096", "3"] in rows
     assert ["", "", "", "vllm gpu-1:8000", "awq", "4096", "7"] in rows
     assert ["research", "1", "smol*"] in rows
-    assert "o/*" in out and "topsecret" not in out
+    assert "topsecret" not in out
 
 
 def test_check_prints_problems(run: Run, fleet: Path) -> None:
