@@ -35,7 +35,20 @@ class ModelFormat(StrEnum):
     """How weights are stored, as far as it decides which engine can load them."""
 
     GGUF = "gguf"
-    SAFETENSORS = "safetensors"
+    SAFETENSORS = "safetensors"  # unquantised, or quantised by a method that has no member of its own
+    AWQ = "awq"
+    GPTQ = "gptq"
+    FP8 = "fp8"
+    COMPRESSED_TENSORS = "compressed-tensors"
+    BITSANDBYTES = "bitsandbytes"
+    MXFP4 = "mxfp4"
+    NVFP4 = "nvfp4"
+    EXL2 = "exl2"
+    EXL3 = "exl3"
+    MLX = "mlx"
+    TENSORRT = "tensorrt"
+    ONNX = "onnx"
+    LORA = "lora"  # a PEFT adapter
 
 
 class Remove:

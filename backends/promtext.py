@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isfinite
 
 
 def read(body: bytes, names: Iterable[str]) -> dict[str, float]:
@@ -24,6 +25,6 @@ def read(body: bytes, names: Iterable[str]) -> dict[str, float]:
             value = float(sample.split()[0])
         except (ValueError, IndexError):
             continue
-        if value == value:  # not NaN
+        if isfinite(value):  # NaN and Inf say nothing of a load
             totals[name.decode()] = totals.get(name.decode(), 0.0) + value
     return totals

@@ -1,4 +1,4 @@
-"""The `sekisho` command: serve, check, keys, version.
+"""The `sekisho` command: serve, check, scan, keys, version.
 
 Exit codes: 0 fine, 1 failed while running, 2 the user must change something. Errors are single lines on stderr.
 Commands import what they need themselves, so that `sekisho version` does not wait for the gateway to load.
@@ -71,6 +71,19 @@ def check(config: ConfigOption = None) -> None:
     except ConfigError as error:
         _stop(str(error))
     _print_tables(_models_table(loaded), _tenants_table(loaded))
+
+
+@app.command()
+def scan(
+    paths: Annotated[list[Path], typer.Argument(help="Model files, folders, or an Ollama store.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Everything that is known, as JSON.")] = False,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a request, for the memory estimate.")] = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Requests at a time, for the memory estimate.")] = 1,
+) -> None:
+    """List models with format, size, engines that can serve them, and a memory estimate."""
+    from gateway.scan import run
+
+    raise typer.Exit(run(paths, as_json=as_json, context=context, sequences=sequences))
 
 
 @keys_app.command("create")

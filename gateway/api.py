@@ -20,8 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway import errors, metrics
 from gateway.auth import authenticate
 from gateway.catalog import find, may_use, visible
+from gateway.cycle import new_request_id
 from gateway.docs_page import documented_operations, render
-from gateway.edge import new_request_id
+from gateway.edge import HOT_ROUTES
 from gateway.errors import Forbidden, GatewayError, Internal, MethodNotAllowed, ModelNotFound, NotFound
 from gateway.fleet import Health
 from gateway.pipeline import Gateway
@@ -64,7 +65,7 @@ class Gatekeeper:
             return
         if path == PROMETHEUS and is_inside(client_address(scope, now.trusted_proxies), now.metrics_networks):
             return
-        principal = authenticate(scope["headers"], now.keys, now.anonymous, time.time())
+        principal = authenticate(dict(scope["headers"]), now.keys, now.anonymous, time.time())
         if path == PROMETHEUS and principal.role != "admin":
             raise Forbidden("Metrics need a key with the admin role, or an address listed in metrics.allow.")
         scope["state"]["principal"] = principal
@@ -210,9 +211,12 @@ def create_app(gateway: Gateway, version: str, routers: Iterator[APIRouter] | li
         return respond(error)
 
     @app.exception_handler(HTTPException)
-    async def by_framework(_: Request, error: HTTPException) -> Response:
-        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-            return respond(MethodNotAllowed("This path does not take this method."))
+    async def by_framework(request: Request, error: HTTPException) -> Response:
+        hot = request.scope["path"].encode() in HOT_ROUTES
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED or hot:
+            answer = respond(MethodNotAllowed("This path does not take this method."))
+            answer.headers["allow"] = "POST" if hot else (error.headers or {}).get("Allow", "GET")
+            return answer
         return respond(NotFound("There is nothing at this path. See /docs for what there is."))
 
     @app.exception_handler(Exception)

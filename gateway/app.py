@@ -169,7 +169,7 @@ class Application:
         self._server = _Server(
             uvicorn.Config(
                 app, http=self._edge.protocol, ws="none", lifespan="off", log_config=None, access_log=False,  # type: ignore[arg-type]
-                server_header=False, backlog=BACKLOG, timeout_graceful_shutdown=1,
+                server_header=False, proxy_headers=False, backlog=BACKLOG, timeout_graceful_shutdown=1,
                 ssl_context_factory=(lambda *_: server_tls(config.server.tls)) if config.server.tls else None,
             )
         )  # fmt: skip
@@ -219,7 +219,9 @@ class Application:
         replicas = list(snapshot.replicas())
         self._engines.adopt(replicas)
         self._gateway.fleet.adopt(replicas)
+        self._prober.wake()
         self._gateway.snapshot = snapshot
+        self._gateway.limiter.forget_accounts()
         self._edge.settings = edge_settings(snapshot.config)
         wanted = {replica.endpoint for replica in replicas}
         self._upstream.retire(wanted.__contains__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from gateway.errors import AuthError
 from gateway.types import Principal
@@ -12,25 +12,21 @@ from gateway.types import Principal
 _LONGEST = 512  # bytes of a credential; nothing of ours is longer
 
 
-def presented_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+def presented_key(headers: Mapping[bytes, bytes]) -> bytes | None:
     """The credential of a request: `Authorization: Bearer`, else `x-api-key`. Names are lower case.
 
-    Raises: AuthError for a scheme that is not Bearer, and for a second Authorization header.
+    Raises: AuthError for a scheme that is not Bearer.
     """
-    bearer = api_key = None
-    for name, value in headers:
-        if name == b"authorization":
-            scheme, _, key = value.partition(b" ")
-            if bearer is not None or scheme.lower() != b"bearer":
-                raise AuthError
-            bearer = key.strip()
-        elif name == b"x-api-key":
-            api_key = value.strip()
-    return bearer if bearer is not None else api_key
+    authorization = headers.get(b"authorization")
+    if authorization is None:
+        return headers.get(b"x-api-key")
+    if authorization[:7].lower() != b"bearer ":
+        raise AuthError
+    return authorization[7:].strip()
 
 
 def authenticate(
-    headers: Iterable[tuple[bytes, bytes]], keys: Mapping[bytes, Principal], anonymous: Principal | None, now: float
+    headers: Mapping[bytes, bytes], keys: Mapping[bytes, Principal], anonymous: Principal | None, now: float
 ) -> Principal:
     """The caller.
 

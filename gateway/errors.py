@@ -242,6 +242,10 @@ def event(error: GatewayError) -> bytes:
     return b"data: " + body(error) + b"\n\n"
 
 
+def header_lines(error: GatewayError) -> bytes:
+    return b"".join(b"%b: %b\r\n" % line for line in headers(error))
+
+
 def headers(error: GatewayError) -> list[tuple[bytes, bytes]]:
     """Headers that belong to an error besides the content's."""
     found: list[tuple[bytes, bytes]] = []

@@ -84,7 +84,7 @@ class ReplicaState:
 
     # --- outcomes of probes
     def probe_succeeded(self) -> None:
-        if self.health is not Health.UP:
+        if self.health in (Health.DOWN, Health.LOADING):  # back; a first word of health forgives nothing
             self.failures, self.paused_until, self.pause = 0, 0.0, FIRST_PAUSE
         self.failed_probes, self.health, self.detail = 0, Health.UP, ""
 
@@ -97,22 +97,6 @@ class ReplicaState:
             self.health, self.detail = Health.DOWN, detail
         elif self.failed_probes >= PROBES_TO_FALL and not (self.inflight and not self.failures):
             self.health, self.detail = Health.DOWN, detail
-
-
-class Slot:
-    """One in-flight place on a replica; leaving returns it however the request ended."""
-
-    __slots__ = ("state",)
-
-    def __init__(self, state: ReplicaState) -> None:
-        self.state = state
-
-    def __enter__(self) -> Slot:
-        self.state.inflight += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.state.inflight -= 1
 
 
 class LoadTable:

@@ -42,7 +42,10 @@ class Window:
             slices[place] = 0
         self.last = current
 
-    def fits(self, cost: int) -> bool:
+    def has_room(self, cost: int, now: float) -> bool:
+        current = int(now / self._width)
+        if current > self.last:
+            self.advance(now)
         return self.used + cost <= self.limit.count
 
     def add(self, cost: int) -> int:
@@ -78,16 +81,33 @@ class Window:
         return max(0.0, (self._newest + SLICES + 1) * self._width - now) if self.used else 0.0
 
 
+class Place:
+    """Requests that run at the same time under one name."""
+
+    __slots__ = ("most", "running", "scope")
+
+    def __init__(self, scope: str, most: int) -> None:
+        self.scope, self.most = scope, most
+        self.running = 0
+
+
+class Account:
+    """The counters one set of limits draws from, looked up once."""
+
+    __slots__ = ("places", "requests", "tokens")
+
+    def __init__(self, places: list[Place], requests: list[Window], tokens: list[Window]) -> None:
+        self.places, self.requests, self.tokens = places, requests, tokens
+
+
 class Lease:
     """What one request holds. `settle` books its true tokens; `close` gives the rest back, however it ended."""
 
-    __slots__ = ("_booked_in", "_limiter", "_limits", "_requests", "_reserved", "_settled", "_tokens")
+    __slots__ = ("_account", "_booked_in", "_reserved", "_settled")
 
-    def __init__(self, limiter: Limiter, limits: Limits, requests: list[Window]) -> None:
-        self._limiter, self._limits = limiter, limits
-        self._requests = requests
-        self._tokens: list[Window] = []
-        self._booked_in: list[int] = []
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._booked_in: list[int] | None = None
         self._reserved = 0
         self._settled = False
 
@@ -96,11 +116,11 @@ class Lease:
 
         Raises: RateLimited naming the limit, with the time until there is room. Nothing is spent then.
         """
-        windows = [self._limiter.window(key, limit, now) for key, limit in self._limits.tokens]
+        windows = self._account.tokens
         for window in windows:
-            if not window.fits(tokens):
+            if not window.has_room(tokens, now):
                 raise _refusal(window, tokens, now)
-        self._reserved, self._tokens = tokens, windows
+        self._reserved = tokens
         self._booked_in = [window.add(tokens) for window in windows]
 
     def settle(self, tokens: int, now: float) -> None:
@@ -108,18 +128,21 @@ class Lease:
         if self._settled:
             return
         self._settled = True
-        for window, booked_in in zip(self._tokens, self._booked_in, strict=True):
-            window.advance(now)
-            window.correct(booked_in, tokens - self._reserved)
+        if self._booked_in:
+            for window, booked_in in zip(self._account.tokens, self._booked_in, strict=True):
+                window.advance(now)
+                window.correct(booked_in, tokens - self._reserved)
 
     def close(self, now: float) -> None:
         self.settle(0, now)
-        self._limiter.leave(self._limits)
+        for place in self._account.places:
+            place.running -= 1
 
     def headers(self, now: float) -> bytes:
         """`x-ratelimit-*` lines as OpenAI writes them, for the tightest limit of each unit."""
-        lines = _lines(b"requests", self._requests, now) if self._requests else b""
-        return lines + _lines(b"tokens", self._tokens, now) if self._tokens else lines
+        account = self._account
+        lines = _lines(b"requests", account.requests, now) if account.requests else b""
+        return lines + _lines(b"tokens", account.tokens, now) if self._booked_in else lines
 
 
 class Limiter:
@@ -127,54 +150,68 @@ class Limiter:
 
     def __init__(self) -> None:
         self._windows: dict[str, Window] = {}
-        self._running: dict[str, int] = {}
+        self._places: dict[str, Place] = {}
+        self._accounts: dict[Limits, Account] = {}
 
     def admit(self, limits: Limits, now: float) -> Lease:
         """Takes one request and one place among those that run.
 
         Raises: RateLimited. Nothing is spent then.
         """
-        running = self._running
-        for key, most in limits.concurrency:
-            if running.get(key, 0) >= most:
-                scope = key.partition(":")[0]
+        account = self._accounts.get(limits) or self._open(limits)
+        for place in account.places:
+            if place.running >= place.most:
                 raise RateLimited(
-                    f"Concurrency limit of your {scope} reached: {most} requests at a time. Wait for one to end.",
+                    f"Concurrency limit of your {place.scope} reached: {place.most} requests at a time."
+                    " Wait for one to end.",
                     retry_after=1,
                 )
-        windows = [self.window(key, limit, now) for key, limit in limits.requests]
-        for window in windows:
-            if not window.fits(1):
+        for window in account.requests:
+            if not window.has_room(1, now):
                 raise _refusal(window, 1, now)
-        for window in windows:
+        for window in account.requests:
             window.add(1)
-        for key, _ in limits.concurrency:
-            running[key] = running.get(key, 0) + 1
-        return Lease(self, limits, windows)
+        for place in account.places:
+            place.running += 1
+        return Lease(account)
 
-    def leave(self, limits: Limits) -> None:
-        for key, _ in limits.concurrency:
-            left = self._running[key] - 1
-            if left:
-                self._running[key] = left
-            else:
-                del self._running[key]
+    def headers(self, limits: Limits, now: float) -> bytes:
+        """The lines of `Lease.headers` for a request that was refused and holds no lease."""
+        account = self._accounts.get(limits)
+        if account is None:  # admitted before a reload: to look these up again would bring the old limits back
+            return b""
+        for window in (*account.requests, *account.tokens):
+            window.advance(now)
+        lines = _lines(b"requests", account.requests, now) if account.requests else b""
+        return lines + _lines(b"tokens", account.tokens, now) if account.tokens else lines
+
+    def forget_accounts(self) -> None:
+        """After a reload: limits are looked up again by name, with what was spent under it."""
+        self._accounts.clear()
 
     def running(self, key: str) -> int:
-        return self._running.get(key, 0)
+        place = self._places.get(key)
+        return place.running if place else 0
 
-    def window(self, key: str, limit: Limit, now: float) -> Window:
-        window = self._windows.get(key)
-        if window is None or window.limit is not limit:
-            window = self._adopt(key, limit, window)
-        window.advance(now)
-        return window
+    def _open(self, limits: Limits) -> Account:
+        account = self._accounts[limits] = Account(
+            [self._place(key, most) for key, most in limits.concurrency],
+            [self._window(key, limit) for key, limit in limits.requests],
+            [self._window(key, limit) for key, limit in limits.tokens],
+        )
+        return account
 
-    def _adopt(self, key: str, limit: Limit, old: Window | None) -> Window:
+    def _place(self, key: str, most: int) -> Place:
+        place = self._places.setdefault(key, Place(key.partition(":")[0], most))
+        place.most = most
+        return place
+
+    def _window(self, key: str, limit: Limit) -> Window:
         """The window for a limit that is new or was changed; what was spent stays spent if the length is the same.
 
         It stays the same object then: requests that run over a reload settle what they have reserved in it.
         """
+        old = self._windows.get(key)
         if old is not None and old.limit.seconds == limit.seconds:
             old.limit = limit
             return old

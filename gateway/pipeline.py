@@ -13,7 +13,7 @@ from gateway.answers import Answer, read_answer
 from gateway.auth import authenticate
 from gateway.call import Call, parse_call
 from gateway.catalog import find, may_use, resolve
-from gateway.edge import HotCycle
+from gateway.cycle import HotCycle
 from gateway.errors import (
     ClientGone,
     EngineBusy,
@@ -25,7 +25,7 @@ from gateway.errors import (
     UpstreamError,
     from_failure,
 )
-from gateway.fleet import LoadTable, ReplicaState, Slot
+from gateway.fleet import LoadTable, ReplicaState
 from gateway.limits import Lease, Limiter
 from gateway.logs import AccessLog
 from gateway.media import check_media
@@ -61,12 +61,13 @@ class Gateway:
         self.draining = False
         self._sequence = 0
 
-    def ask(self, call: Call, tried: Sequence[str]) -> Ask:
+    def choose(self, model: Model, call: Call, tried: Sequence[str]) -> ReplicaState:
+        """Raises: NoReplica, UnsupportedOperation."""
         self._sequence += 1
-        return Ask(call.operation, time.monotonic(), self._sequence, getrandbits(30), tried)
+        ask = Ask(call.operation, time.monotonic(), self._sequence, getrandbits(30), tried)
+        return choose(model, [self.fleet.of(replica) for replica in model.replicas], ask)
 
     def record(self, outcome: Outcome) -> None:
-        outcome.ended = time.monotonic()
         self.metrics.record(outcome)
         self.access_log.add(outcome)
 
@@ -85,20 +86,24 @@ async def serve(gateway: Gateway, cycle: HotCycle) -> None:
         outcome.asked, outcome.stream = call.model, call.stream
         outcome.model = model = resolve(call.model, principal, now.names)
         check_media(call.body, now.media_hosts)
-        lease.reserve(_budget(call, model) if principal.limits.tokens else 0, outcome.started)
+        if principal.limits.tokens:
+            lease.reserve(_budget(call, model), outcome.started)
         cycle.extra_headers = lease.headers(outcome.started)
-        await _forward(gateway, now, call, principal, cycle, outcome)
+        await _forward(gateway, now, call, cycle, outcome)
     except asyncio.CancelledError:
         _end(cycle, outcome, ClientGone() if cycle.disconnected else ShuttingDown())
     except GatewayError as error:
+        if outcome.principal is not None and not cycle.extra_headers:
+            cycle.extra_headers = gateway.limiter.headers(outcome.principal.limits, outcome.started)
         _end(cycle, outcome, error)
     except Exception:
         log.exception("request %s failed inside the gateway", cycle.request_id)
         _end(cycle, outcome, Internal())
     finally:
+        outcome.ended = time.monotonic()
         if lease is not None:
-            lease.settle(outcome.usage.total if outcome.usage else 0, time.monotonic())
-            lease.close(time.monotonic())
+            lease.settle(outcome.usage.total if outcome.usage else 0, outcome.ended)
+            lease.close(outcome.ended)
         gateway.record(outcome)
 
 
@@ -108,12 +113,12 @@ def _end(cycle: HotCycle, outcome: Outcome, error: GatewayError) -> None:
 
 
 async def _read_call(cycle: HotCycle, outcome: Outcome) -> Call:
-    if cycle.more_body:
+    if cycle.more_body or cycle.refused:
         begun = time.monotonic()
         raw = await cycle.read_body()
         outcome.waited_for_body = time.monotonic() - begun
     else:
-        raw = await cycle.read_body()
+        raw = cycle.take_body()
     if len(raw) > PARSE_IN_THREAD_ABOVE:
         return await asyncio.get_running_loop().run_in_executor(None, parse_call, cycle.operation, raw)
     return parse_call(cycle.operation, raw)
@@ -121,21 +126,20 @@ async def _read_call(cycle: HotCycle, outcome: Outcome) -> Call:
 
 def _budget(call: Call, model: Model) -> int:
     """Tokens to set aside: the prompt by estimate, and as many completion tokens as the request allows."""
+    if not call.operation.generates:
+        return call.prompt_tokens
     completion = model.max_tokens_default if call.max_tokens is None else call.max_tokens
-    return call.prompt_tokens + (completion * call.n if call.operation.generates else 0)
+    return call.prompt_tokens + completion * call.n
 
 
-async def _forward(
-    gateway: Gateway, now: Snapshot, call: Call, principal: Principal, cycle: HotCycle, outcome: Outcome
-) -> None:
+async def _forward(gateway: Gateway, now: Snapshot, call: Call, cycle: HotCycle, outcome: Outcome) -> None:
     """Tries replicas, then fallback models, until one has answered or the client has seen a part of an answer."""
-    assert outcome.model is not None
     last: GatewayError | None = None
-    for model in _chain(outcome.model, principal, now):
+    for model in _chain(now, outcome):
         tried: list[str] = []
         while len(tried) < MOST_ATTEMPTS:
             try:
-                state = _choose(gateway, model, call, tried)
+                state = gateway.choose(model, call, tried)
             except NoReplica as error:
                 last = last or error
                 break
@@ -153,8 +157,10 @@ async def _forward(
     raise last or NoReplica("No replica of this model is available at the moment.", retry_after=5)
 
 
-def _chain(model: Model, principal: Principal, now: Snapshot) -> Iterator[Model]:
+def _chain(now: Snapshot, outcome: Outcome) -> Iterator[Model]:
     """The model and its fallbacks in the operator's order. Permission is checked for every target."""
+    model, principal = outcome.model, outcome.principal
+    assert model is not None and principal is not None
     yield model
     for name in model.fallbacks:
         other = find(name, now.names)
@@ -162,49 +168,48 @@ def _chain(model: Model, principal: Principal, now: Snapshot) -> Iterator[Model]
             yield other
 
 
-def _choose(gateway: Gateway, model: Model, call: Call, tried: Sequence[str]) -> ReplicaState:
-    views = [gateway.fleet.of(replica) for replica in model.replicas]
-    view = choose(model, views, gateway.ask(call, tried))
-    assert isinstance(view, ReplicaState)
-    return view
-
-
 class _Attempt:
     """One request to one replica. For a stream it is the sink between the engine's socket and the client's."""
 
-    __slots__ = ("_cycle", "_gateway", "_outcome", "call", "shown", "state", "tap")
+    __slots__ = ("_cycle", "_gateway", "_outcome", "_reply", "call", "shown", "state", "tap")
 
     def __init__(self, gateway: Gateway, call: Call, cycle: HotCycle, outcome: Outcome, state: ReplicaState) -> None:
         self._gateway, self._cycle, self._outcome = gateway, cycle, outcome
         self.call, self.state = call, state
         self.tap: StreamTap | None = None
-        self.shown = False  # the client has seen a part of this answer: from here on there is no second try
+        self._reply: Reply | None = None
+        self.shown = False  # the client has seen an event of this answer: from here on there is no second try
 
     async def run(self) -> None:
         """Raises: GatewayError; `shown` tells whether another replica may still be tried."""
-        replica, outcome, call = self.state.replica, self._outcome, self.call
-        outcome.replica = replica
-        request = request_bytes(replica, call, self._cycle, outcome.tenant_name)
-        with Slot(self.state):
-            outcome.sent = time.monotonic()
-            self._cycle.keepalives = call.stream
-            try:
-                with await self._gateway.upstream.open(replica.endpoint, replica.timeouts, request) as reply:
-                    if reply.status != 200:
-                        raise await _refusal(replica, reply)
-                    if call.stream:
-                        await self._relay(reply)
-                    else:
-                        await self._answer(reply)
-            except asyncio.CancelledError:
-                outcome.usage = outcome.usage or self._estimate(0)  # the engine has worked on the prompt
-                raise
+        state, outcome, call, cycle = self.state, self._outcome, self.call, self._cycle
+        replica = outcome.replica = state.replica
+        request = request_bytes(replica, call, cycle, outcome.tenant_name)
+        cycle.keepalives = call.stream
+        reply: Reply | None = None
+        state.inflight += 1
+        outcome.sent = time.monotonic()
+        try:
+            reply = await self._gateway.upstream.open(replica.endpoint, replica.timeouts, request)
+            if reply.status != 200:
+                raise await _refusal(replica, reply)
+            if call.stream:
+                await self._relay(reply)
+            else:
+                await self._answer(reply)
+        except asyncio.CancelledError:
+            outcome.usage = outcome.usage or self._estimate(0)  # the engine has worked on the prompt
+            raise
+        finally:
+            state.inflight -= 1
+            if reply is not None:
+                reply.close()
         outcome.status = 200
-        self.state.succeeded(outcome.first_token - outcome.sent if outcome.first_token else None)
+        state.succeeded(outcome.first_token - outcome.sent if outcome.first_token else None)
 
     async def _answer(self, reply: Reply) -> None:
-        body = await reply.read()
-        outcome, cycle = self._outcome, self._cycle
+        body = reply.take_body() if reply.complete else await reply.read()
+        outcome = self._outcome
         outcome.upstream_ended = time.monotonic()
         if len(body) > PARSE_IN_THREAD_ABOVE:
             answer: Answer = await asyncio.get_running_loop().run_in_executor(None, read_answer, self.call, body)
@@ -213,7 +218,7 @@ class _Attempt:
         if answer.failure is not None:
             raise from_failure(answer.failure)
         outcome.usage = answer.usage or self._estimate(len(body) // 4 if self.call.operation.generates else 0)
-        cycle.answer(200, answer.body)
+        self._cycle.answer(200, answer.body)
 
     async def _relay(self, reply: Reply) -> None:
         if not reply.headers.get(b"content-type", b"").lower().startswith(b"text/event-stream"):
@@ -222,13 +227,18 @@ class _Attempt:
         self.tap = tap = StreamTap(
             self.call.model, strip_usage=not self.call.wants_usage, max_event=self._gateway.snapshot.max_event
         )
+        self._reply = reply
         cycle.attach(reply.pause, reply.resume)
         try:
             if not cycle.started and not reply.has_body:
                 cycle.begin()  # the status is known: nobody has to wait for the first token to see it
             await reply.relay(self)
+        except UpstreamError:
+            if not tap.done:
+                raise
+            self.ended()  # after its last word an engine may end as it likes
         finally:
-            cycle.on_paused = cycle.on_resumed = None
+            cycle.detach()
             if tap.events or tap.usage:
                 outcome.usage = tap.usage or self._estimate(tap.tokens)
         if tap.failure is not None:
@@ -246,10 +256,14 @@ class _Attempt:
         assert tap is not None
         ready = tap.feed(data)
         if ready:
-            self.shown = True
+            self.shown = tap.events > 0  # comments may be followed by another engine's answer
             self._cycle.received(ready)
             if not self._outcome.first_token and tap.started:
                 self._outcome.first_token = time.monotonic()
+        if tap.failure is not None and self._reply is not None:
+            self._reply.fail(from_failure(tap.failure))  # not when the engine gets round to closing
+        elif tap.done and self._reply is not None:
+            self._reply.linger()
 
     def ended(self) -> None:
         assert self.tap is not None
@@ -276,7 +290,10 @@ class _Attempt:
 def request_bytes(replica: Replica, call: Call, cycle: HotCycle, tenant: str) -> bytes:
     """Head and body for an engine. Nothing of the client's head goes along but its trace context and request id."""
     body = call.for_engine(replica.upstream_model, replica.backend.edits(call.operation, call.body))
-    more = b"".join(b"%b: %b\r\n" % line for line in cycle.headers if line[0] in (b"traceparent", b"tracestate"))
+    more = b""
+    for name in (b"traceparent", b"tracestate"):
+        if name in cycle.headers:
+            more += b"%b: %b\r\n" % (name, cycle.headers[name])
     if replica.embedded is not None:
         more += b"x-sekisho-tenant: %b\r\n" % tenant.encode()  # its queue is fair between tenants
     return b"%bx-request-id: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (

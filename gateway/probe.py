@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import ssl
@@ -29,6 +30,11 @@ class Prober:
         self._fleet = fleet
         self._clients: dict[Endpoint, httpx.AsyncClient] = {}
         self.served = False  # some replica has been ready once
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """The fleet has changed: its new members are asked at once, not in the next round."""
+        self._changed.set()
 
     async def run(self) -> None:
         while True:
@@ -37,7 +43,11 @@ class Prober:
             self.served = self.served or any(state.health is Health.UP for state in states)
             await self._forget({state.replica.endpoint for state in states})
             loading = any(state.health is not Health.UP and state.replica.embedded for state in self._fleet)
-            await asyncio.sleep((STARTING_INTERVAL if loading else INTERVAL) * random.uniform(0.8, 1.2))
+            pause = (STARTING_INTERVAL if loading else INTERVAL) * random.uniform(0.8, 1.2)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._changed.wait()
+            self._changed.clear()
 
     async def close(self) -> None:
         await self._forget(set())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from backends.base import Operation
 from gateway.errors import GatewayError, NoReplica, UnsupportedOperation
@@ -35,6 +35,7 @@ class Ask(NamedTuple):
     tried: Collection[str] = ()  # ids of replicas this request has already failed on
 
 
+View = TypeVar("View", bound=ReplicaView)
 Policy: TypeAlias = Callable[[Sequence[ReplicaView], Ask], ReplicaView]
 
 
@@ -75,7 +76,7 @@ def round_robin(views: Sequence[ReplicaView], ask: Ask) -> ReplicaView:
 POLICIES: dict[str, Policy] = {"least_load": least_load, "power_of_two": power_of_two, "round_robin": round_robin}
 
 
-def choose(model: Model, views: Sequence[ReplicaView], ask: Ask) -> ReplicaView:
+def choose(model: Model, views: Sequence[View], ask: Ask) -> View:
     """The replica for the next attempt.
 
     Raises: UnsupportedOperation when no replica's engine can do it at all; NoReplica when none can now.
@@ -90,7 +91,7 @@ def choose(model: Model, views: Sequence[ReplicaView], ask: Ask) -> ReplicaView:
     ]
     if not free:
         raise _why_none(model, views, ask)
-    return free[0] if len(free) == 1 else POLICIES[model.policy](free, ask)
+    return free[0] if len(free) == 1 else cast(View, POLICIES[model.policy](free, ask))
 
 
 def _why_none(model: Model, views: Sequence[ReplicaView], ask: Ask) -> GatewayError:

@@ -99,9 +99,9 @@ class Limit:
     scope: str  # "tenant" or "key": who shares it, for messages
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Limits:
-    """What applies to one principal, each with the name of the counter it draws from."""
+    """What applies to one principal, each with the name of the counter it draws from. Compared by identity."""
 
     requests: tuple[tuple[str, Limit], ...] = ()
     tokens: tuple[tuple[str, Limit], ...] = ()

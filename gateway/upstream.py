@@ -11,6 +11,7 @@ what compression may blow up to are bounded.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import zlib
 from collections import deque
@@ -26,6 +27,7 @@ MAX_HEAD = 64 * 1024  # bytes of an answer's headers
 IDLE_CONNECTION = 30.0  # seconds a kept connection waits for its next request
 MOST_IDLE = 256  # kept connections per endpoint
 TICK = 0.25  # seconds between two looks at the time limits
+_LAST_WORDS = Timeouts(idle=1.0)
 
 _KEPT_HEADERS = frozenset(
     {b"content-type", b"content-encoding", b"retry-after", b"content-length", b"transfer-encoding"}
@@ -60,6 +62,7 @@ class Reply:
         "_size",
         "_waiter",
         "answered",
+        "begun",
         "complete",
         "error",
         "headers",
@@ -84,6 +87,7 @@ class Reply:
         self.timeouts = timeouts
         self.sent = self.last_read = now
         self.answered = False  # a byte of an answer has come
+        self.begun = False  # a byte of its body has come: engines send their headers before they read the prompt
         self.status = 0  # 0 until the head is complete
         self.headers: dict[bytes, bytes] = {}
         self.complete = False
@@ -102,15 +106,10 @@ class Reply:
         self._connection.release(self)
 
     # --- the reader's side
-    async def started(self) -> None:
-        """Waits for the status and headers.
-
-        Raises: UpstreamBroken, UpstreamTimeout.
-        """
-        while not self.status and self.error is None:
-            await self._wait()
-        if self.error is not None and not self.status:
-            raise self.error
+    def started(self) -> asyncio.Future[None]:
+        """What to await for the status and headers: done once there is a status or an error."""
+        self._waiter = waiter = self._connection.loop.create_future()
+        return waiter
 
     async def relay(self, sink: Sink) -> None:
         """Hands the body to `sink`, what has come already first; returns after `sink.ended()`.
@@ -132,6 +131,10 @@ class Reply:
         Raises: UpstreamBroken (also when it is larger than the limit), UpstreamTimeout.
         """
         await self._end()
+        return self.take_body()
+
+    def take_body(self) -> bytes:
+        """The body, once the answer is complete."""
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
 
     async def _end(self) -> None:
@@ -144,10 +147,15 @@ class Reply:
         self._connection.pause()
 
     def resume(self) -> None:
+        self.last_read = self._connection.loop.time()  # the engine was not silent, it was not listened to
         self._connection.resume()
 
+    def linger(self) -> None:
+        """All that matters has come: its end is waited for only briefly, so that the connection can be kept."""
+        self.timeouts = _LAST_WORDS
+
     async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._connection.loop.create_future()
         try:
             await self._waiter
         finally:
@@ -156,6 +164,7 @@ class Reply:
     # --- the socket's side
     def feed(self, data: bytes) -> None:
         """Body bytes of one read of the socket, after the head."""
+        self.begun = True
         if self._decoder is not None:
             try:
                 data = self._decoder.decode(data, self._limit)
@@ -211,7 +220,7 @@ class Reply:
         limits = self.timeouts
         if limits.total is not None and now - self.sent > limits.total:
             return UpstreamTimeout(f"The answer was not finished within {limits.total:g} s.")
-        if self.answered:
+        if self.begun:
             if now - self.last_read > limits.idle and not self._connection.paused:
                 return UpstreamTimeout(f"The engine went silent for {limits.idle:g} s in the middle of its answer.")
         elif now - self.sent > limits.first_byte:
@@ -237,17 +246,17 @@ class Connection(asyncio.Protocol):
     """One socket to an engine."""
 
     __slots__ = (
-        "_body", "_done", "_head_size", "_headers", "_keep", "_loop", "_parser", "_pool", "_reply", "idle_since",
-        "paused", "transport",
+        "_body", "_done", "_head_size", "_headers", "_keep", "_parser", "_pool", "_reply", "idle_since",
+        "loop", "paused", "transport",
     )  # fmt: skip
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._loop = pool.loop
+        self.loop = pool.loop
         self._parser = httptools.HttpResponseParser(self)
         self._reply: Reply | None = None
         self._headers: dict[bytes, bytes] = {}
-        self._head_size = 0
+        self._head_size = 0  # bytes read before the head was complete
         self._body: list[bytes] = []
         self._done = False  # the answer's last byte has come
         self._keep = False  # and the engine keeps the connection open
@@ -259,6 +268,7 @@ class Connection(asyncio.Protocol):
         assert self.transport is not None
         self._reply = reply
         self._done = self._keep = False
+        self._head_size = 0
         self.transport.write(request)
 
     def release(self, reply: Reply) -> None:
@@ -296,7 +306,7 @@ class Connection(asyncio.Protocol):
         if reply is None or was_done:
             self.abort()  # bytes nobody asked for: this connection's framing cannot be trusted any more
             return
-        reply.last_read = self._loop.time()
+        reply.last_read = self.loop.time()
         reply.answered = True
         try:
             self._parser.feed_data(data)
@@ -315,8 +325,10 @@ class Connection(asyncio.Protocol):
         elif not reply.relaying:
             if reply.status:
                 reply.wake()
-            elif self._head_size > MAX_HEAD:
-                reply.fail(UpstreamBroken("The engine's answer has too many headers."))
+            else:
+                self._head_size += len(data)
+                if self._head_size > MAX_HEAD:
+                    reply.fail(UpstreamBroken("The engine's answer has too many headers."))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
@@ -340,10 +352,8 @@ class Connection(asyncio.Protocol):
     # --- httptools callbacks
     def on_message_begin(self) -> None:
         self._headers = {}
-        self._head_size = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_size += len(name) + len(value)
         name = name.lower()
         if name in _KEPT_HEADERS:
             self._headers[name] = value
@@ -446,19 +456,18 @@ class Upstream:
     async def open(self, endpoint: Endpoint, timeouts: Timeouts, request: bytes) -> Reply:
         """Sends a request (head and body) and waits for the head of the answer. Use the reply as a context manager.
 
-        A kept connection that the engine had closed meanwhile is replaced by a fresh one without counting as a failure:
-        nothing of an answer had come.
+        A kept connection that the engine had closed meanwhile is replaced by a fresh one, once, without counting as a
+        failure: nothing of an answer had come. (Not by the next kept one: a request that kills its engine would be sent
+        down all of them.)
 
         Raises: UpstreamUnreachable, UpstreamBroken, UpstreamTimeout.
         """
         pool = self._pools.get(endpoint)
         if pool is None:
             pool = self._pools[endpoint] = Pool(endpoint, self._loop)
-        while (connection := pool.take()) is not None:
-            try:
+        if (connection := pool.take()) is not None:
+            with contextlib.suppress(_Unanswered):
                 return await self._exchange(connection, timeouts, request)
-            except _Unanswered:
-                continue
         return await self._exchange(await pool.connect(timeouts.connect), timeouts, request)
 
     async def _exchange(self, connection: Connection, timeouts: Timeouts, request: bytes) -> Reply:
@@ -469,6 +478,9 @@ class Upstream:
         except BaseException:
             reply.close()
             raise
+        if not reply.status and reply.error is not None:
+            reply.close()
+            raise reply.error
         return reply
 
     def sweep(self) -> None:

@@ -1,6 +1,6 @@
 """Imports point one way: read from the syntax tree, so a lazy or type-only import counts like any other.
 
-    backends.failures, promtext, formats <- base <- one module per engine      backends never imports gateway
+    backends.failures, promtext <- base <- formats <- one module per engine      backends never imports gateway
     units keys <- types errors config <- pure logic <- state <- network I/O <- pipeline <- api admin <- app <- __main__
 """
 
@@ -25,7 +25,7 @@ RANKS: dict[str, int] = {
         "snapshot fleet",  # state, one writer each
         "edge upstream probe embedded limits_redis",  # all network I/O
         "pipeline",
-        "api admin docs_page",
+        "api admin docs_page scan",
         "app",
         "__main__",
     ))
@@ -34,7 +34,7 @@ RANKS: dict[str, int] = {
 STATE_RANK = RANKS["snapshot"]
 
 # Helpers that the adapters share. Every other module in backends/ is one engine and knows nothing of the others.
-BACKEND_RANKS = {"failures": 0, "promtext": 0, "formats": 0, "base": 1}
+BACKEND_RANKS = {"failures": 0, "promtext": 0, "base": 1, "formats": 1}
 ENGINE_RANK = 2
 
 # The one way to an engine over the network, and who may use an HTTP client off the hot path, with the reason.

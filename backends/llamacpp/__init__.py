@@ -21,8 +21,18 @@ class LlamaCpp(OpenAICompatible):
     probes: Probes = Probes(health="/health", load="/load")
 
     def read_load(self, body: bytes) -> EngineLoad:
-        numbers = orjson.loads(body)
-        return EngineLoad(numbers["running"], numbers["waiting"], numbers["kv_used"])
+        try:
+            numbers = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            numbers = None
+        if not isinstance(numbers, dict):
+            return EngineLoad()
+        running, waiting, used = (numbers.get(name) for name in ("running", "waiting", "kv_used"))
+        return EngineLoad(
+            running=running if isinstance(running, int) else None,
+            waiting=waiting if isinstance(waiting, int) else None,
+            kv_used=used if isinstance(used, int | float) else None,
+        )
 
 
 BACKEND = LlamaCpp()

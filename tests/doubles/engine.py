@@ -208,6 +208,11 @@ class Exchange:
             options.setdefault("usage", USAGE)
         self.raw_stream(self.dialect.stream(pieces, **options))
 
+    def stream_body(self, pieces: Sequence[Any] = ("Hel", "lo, ", "world"), **options: Any) -> None:
+        """The same after `begin`."""
+        self.part(self.dialect.stream(pieces, **options))
+        self.end()
+
     def raw_stream(self, body: bytes, cut: Callable[[bytes], Iterable[bytes]] | None = None) -> None:
         """`body` as a stream, in the pieces that `cut` makes of it, each in a packet of its own."""
         self.begin()
@@ -314,9 +319,11 @@ class Engine:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self.drop_idle()
-        for thread in self._threads:
-            thread.join(10)
+        deadline = time.monotonic() + 10
+        for thread in list(self._threads):
+            while thread.is_alive() and time.monotonic() < deadline:
+                self.drop_idle()  # again and again: one may have been accepted just now
+                thread.join(0.05)
         if self._unix is not None:
             self._unix.unlink(missing_ok=True)
 

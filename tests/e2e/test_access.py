@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.doubles.dialects import UPSTREAM_MODEL
-from tests.e2e.harness import ADMIN, Gateway, Lab, base_config, chat, digest, eventually, replica
+from tests.e2e.harness import ADMIN, Gateway, Lab, base_config, chat, digest, eventually, replica, together
 from tests.e2e.wire import Wire
 
 OPERATOR = "sk-operator" + "o" * 40
@@ -143,9 +143,8 @@ def test_the_documentation_describes_the_inference_routes(lab: Lab) -> None:
     schema = lab.call(None, "/openapi.json", method="GET").json()
     assert {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models"} <= set(schema["paths"])
     page = lab.call(None, "/docs", method="GET")
-    assert page.status == 200 and b"/v1/chat/completions" in page.body and b"http" not in re.sub(
-        rb"openapi|OpenAPI", b"", page.body.split(b"<body>")[0]
-    )
+    assert page.status == 200 and b"/v1/chat/completions" in page.body
+    assert b"<script" not in page.body and b"src=" not in page.body  # works without reaching other hosts
 
 
 # --- keys
@@ -155,19 +154,27 @@ BAD_KEYS = ("sk-" + "z" * 48, "sk-proj-abcdefghijklmnopqrstuvwx", "hf_abcdefghij
 def test_every_wrong_key_gets_the_same_answer(lab: Lab) -> None:
     expired = {"name": "old", "sha256": digest("sk-expired" + "e" * 40), "expires": "2020-01-01"}
     lab.serve({"m": [replica(lab.engine())]}, tenants=[{"name": f"{lab.tenant}-old", "keys": [expired]}])
-    bodies = {lab.call(chat(), key=key).body for key in (*BAD_KEYS, lab.key[:-1], lab.key + "x", "sk-expired" + "e" * 40)}
+    wrong = (*BAD_KEYS, lab.key[:-1], lab.key + "x", "sk-expired" + "e" * 40)
+    bodies = {lab.call(chat(), key=key).body for key in wrong}
     bodies |= {lab.call(chat(), key=None, headers=[f"authorization: {value}"]).body for value in
                ("", "Bearer", "Bearer ", f"Basic {lab.key}", lab.key, f"Bearer {lab.key} {lab.key}")}  # fmt: skip
     assert len(bodies) == 1 and json.loads(bodies.pop())["error"]["code"] == "invalid_api_key"
 
 
-def test_both_headers_carry_a_key_and_two_authorizations_are_none(lab: Lab) -> None:
+def test_either_header_carries_a_key(lab: Lab) -> None:
     lab.one()
     assert lab.call(chat(), key=None, headers=[f"x-api-key: {lab.key}"]).status == 200
     assert lab.call(chat(), key=None, headers=[f"authorization: bearer {lab.key}"]).status == 200
     assert lab.call(chat(), headers=["x-api-key: sk-wrong"]).status == 200  # Authorization counts first
     assert lab.call(chat(), key="sk-wrong", headers=[f"x-api-key: {lab.key}"]).status == 401
-    assert lab.call(chat(), headers=[f"authorization: Bearer {lab.key}"]).status == 401
+
+
+def test_two_keys_in_one_request_mean_the_same_on_every_route(lab: Lab) -> None:
+    lab.one()
+    for first, second in ((lab.key, "sk-wrong"), ("sk-wrong", lab.key)):
+        options: dict[str, Any] = {"key": second, "headers": [f"authorization: Bearer {first}"]}
+        hot = lab.call(chat(), **options).status
+        assert hot == lab.call(None, "/v1/models", method="GET", **options).status and hot in (200, 401)
 
 
 def test_no_key_nor_its_hash_nor_a_text_of_users_is_ever_told(start: Callable[..., Gateway], lab: Lab) -> None:
@@ -234,10 +241,9 @@ BYPASSES: dict[str, Callable[[Lab], Any]] = {
 @pytest.mark.parametrize("way", BYPASSES)
 def test_a_model_outside_the_allow_list_is_never_reached(lab: Lab, way: str) -> None:
     small, big = lab.engine(), lab.engine()
-    lab.serve(
-        {"small": {"replicas": [replica(small)], "fallbacks": ["big"]}, "big": {"aliases": ["huge"], "replicas": [replica(big)]}},
-        allowed=["small"],
-    )  # fmt: skip
+    models = {"small": {"replicas": [replica(small)], "fallbacks": ["big"]},
+              "big": {"aliases": ["huge"], "replicas": [replica(big)]}}  # fmt: skip
+    lab.serve(models, allowed=["small"])
     answer = BYPASSES[way](lab)
     assert not big.requests
     assert answer.status in (200, 400, 404) and (answer.status != 200 or small.last().json()["model"] == UPSTREAM_MODEL)
@@ -300,8 +306,9 @@ def test_an_engine_sees_only_an_allow_list_of_headers(lab: Lab, credential: str 
 
 
 def test_an_engines_own_headers_stay_with_it(lab: Lab) -> None:
-    lab.one(script=lambda x: x.reply(x.dialect.completion(), set_cookie="a=b", server="uvicorn", x_secret="s",
-                                     www_authenticate="Basic", connection="keep-alive", x_request_id="engine-1"))  # fmt: skip
+    private = {"set_cookie": "a=b", "server": "uvicorn", "x_secret": "s", "www_authenticate": "Basic",
+               "connection": "keep-alive", "x_request_id": "engine-1"}  # fmt: skip
+    lab.one(script=lambda x: x.reply(x.dialect.completion(), **private))
     answer = lab.chat()
     assert {name for name, _ in answer.headers} <= {"x-request-id", "date", "content-type", "content-length"}
     assert answer.header("x-request-id") != "engine-1"
@@ -342,7 +349,9 @@ def test_only_the_listed_routes_exist_and_nothing_else_reaches_an_engine(lab: La
     assert {probe.target for probe in engine.probes} <= {"/health", "/metrics"}
 
 
-@pytest.mark.parametrize("target", ["/v1/chat/completions?x=1", "/v1/chat/completions?", "http://gateway/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "target", ["/v1/chat/completions?x=1", "/v1/chat/completions?", "http://gateway/v1/chat/completions"]
+)
 def test_a_query_or_the_absolute_form_changes_nothing(lab: Lab, target: str) -> None:
     engine = lab.one()
     assert lab.call(chat(), target).status == 200 and engine.last().target == "/v1/chat/completions"
@@ -403,8 +412,6 @@ def test_an_estimate_counts_where_no_usage_is_reported(lab: Lab) -> None:
 
 
 def test_simultaneous_requests_cannot_spend_the_same_tokens(lab: Lab) -> None:
-    from tests.e2e.harness import together
-
     engine = lab.engine(script=lambda x: (x.pause(0.3), x.reply(x.dialect.completion()))[1])
     lab.serve({"m": [replica(engine)]}, limits={"tokens": "350/min"})
     statuses = [answer.status for answer in together([lambda: lab.chat(max_tokens=100)] * 20)]

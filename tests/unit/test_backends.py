@@ -19,7 +19,7 @@ def test_kinds_are_the_modules() -> None:
 
 @pytest.mark.parametrize("kind", ["", "base", "failures", "os", "vllm.x", "..", "VLLM", "nope"])
 def test_other_names_are_no_kinds(kind: str) -> None:
-    with pytest.raises(LookupError, match="known: .*vllm"):
+    with pytest.raises(LookupError, match=r"known: .*vllm"):
         backends.load(kind)
 
 
@@ -53,14 +53,18 @@ def test_embeddings_do_not_generate() -> None:
 
 # --- model lists
 def test_models() -> None:
-    listing = {"data": [{"id": "a", "max_model_len": 4096}, {"id": "b", "max_model_len": None}, {"no": "id"}, 5, {"id": 3}]}
+    listing = {
+        "data": [{"id": "a", "max_model_len": 4096}, {"id": "b", "max_model_len": None}, {"no": "id"}, 5, {"id": 3}]
+    }
     cards = VLLM.read_models(json.dumps(listing).encode())
     assert [(card.id, card.context_length) for card in cards] == [("a", 4096), ("b", None)]
     assert cards[0].details == {"id": "a", "max_model_len": 4096}
 
 
 def test_llama_server_tells_the_trained_context() -> None:
-    listing = {"data": [{"id": "a", "meta": {"n_ctx_train": 8192}}, {"id": "b", "meta": None}, {"id": "c", "max_model_len": 5}]}
+    listing = {
+        "data": [{"id": "a", "meta": {"n_ctx_train": 8192}}, {"id": "b", "meta": None}, {"id": "c", "max_model_len": 5}]
+    }
     cards = LLAMA.read_models(json.dumps(listing).encode())
     assert [card.context_length for card in cards] == [8192, None, 5]
 
@@ -110,7 +114,9 @@ def test_unknown_is_never_zero(body: bytes) -> None:
 
 def test_failures_are_read_by_the_shared_reader() -> None:
     for backend in (GENERIC, VLLM, LLAMA):
-        failure = backend.read_failure(503, b'{"error":{"code":503,"message":"Loading model","type":"unavailable_error"}}')
+        failure = backend.read_failure(
+            503, b'{"error":{"code":503,"message":"Loading model","type":"unavailable_error"}}'
+        )
         assert failure.kind is FailureKind.LOADING
 
 

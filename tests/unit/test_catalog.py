@@ -46,7 +46,9 @@ def test_names(asked: str, name: str) -> None:
     assert resolve(asked, caller("*"), NAMES) is found
 
 
-@pytest.mark.parametrize("asked", ["qwen3", "llama3:70b", "SMALL", "small ", " small", "", "small:latest", "*", "sm*", "chat\n"])
+@pytest.mark.parametrize(
+    "asked", ["qwen3", "llama3:70b", "SMALL", "small ", " small", "", "small:latest", "*", "sm*", "chat\n"]
+)
 def test_nothing_but_the_name_itself(asked: str) -> None:
     assert find(asked, NAMES) is None
     refused(asked, caller("*"))
@@ -69,7 +71,9 @@ def test_nothing_but_the_name_itself(asked: str) -> None:
         (("small",), ("big",), set()),
     ],
 )
-def test_both_allow_lists_have_to_match(tenant: tuple[str, ...], key: tuple[str, ...] | None, allowed: set[str]) -> None:
+def test_both_allow_lists_have_to_match(
+    tenant: tuple[str, ...], key: tuple[str, ...] | None, allowed: set[str]
+) -> None:
     principal = caller(*tenant, key=key)
     assert {m.name for m in MODELS.values() if may_use(principal, m)} == allowed
     for asked, m in NAMES.items():

@@ -81,7 +81,9 @@ def test_codes_are_unique_enough_to_tell_errors_apart() -> None:
 
 
 # --- headers
-@pytest.mark.parametrize(("wait", "header"), [(7, b"7"), (22.1, b"23"), (0.01, b"1"), (0, b"1"), (60.0, b"60"), (-3, b"1")])
+@pytest.mark.parametrize(
+    ("wait", "header"), [(7, b"7"), (22.1, b"23"), (0.01, b"1"), (0, b"1"), (60.0, b"60"), (-3, b"1")]
+)
 def test_retry_after_is_in_whole_seconds_and_never_too_early(wait: float, header: bytes) -> None:
     assert errors.headers(RateLimited("x", retry_after=wait)) == [(b"retry-after", header)]
 

@@ -16,7 +16,7 @@ import pytest
 
 from backends.base import OpenAICompatible, Operation
 from gateway.call import parse_call
-from gateway.edge import HotCycle
+from gateway.cycle import HotCycle
 from gateway.fleet import ReplicaState
 from gateway.outcome import Outcome
 from gateway.pipeline import _Attempt
@@ -120,16 +120,10 @@ class Transport:
 class Client:
     """What a cycle needs of the client's connection."""
 
-    expect_100_continue = False
+    date = b""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop, self.transport, self.parser = loop, Transport(), self
-
-    def get_http_version(self) -> str:
-        return "1.1"
-
-    def date_header(self) -> bytes:
-        return b""
+        self.loop, self.transport, self.edge = loop, Transport(), self
 
     def is_paused(self) -> bool:
         return False
@@ -157,7 +151,7 @@ async def path_costs(asked: str) -> tuple[list[int], Transport]:
     client: Any = Client(loop)
     pool: Any = Engine(loop)
     transport: Any = Transport()
-    cycle = HotCycle(client, Operation.CHAT, [], True)
+    cycle = HotCycle(client, Operation.CHAT, {}, True, True)
     gateway: Any = None
     attempt = _Attempt(
         gateway, parse_call(Operation.CHAT, body), cycle, Outcome("chat", "req_1", 0.0), ReplicaState(replica)

@@ -24,8 +24,17 @@ def requests(count: int, seconds: int = 60, key: str = "key:t/k:requests") -> Li
 
 
 def used(limiter: Limiter, limits: Limits, now: float) -> int:
-    ((key, limit),) = limits.tokens or limits.requests
-    return limiter.window(key, limit, now).used
+    (name,) = [name for name, _ in (*limits.tokens, *limits.requests)]
+    return spent(limiter, name, now)
+
+
+def spent(limiter: Limiter, name: str, now: float) -> int:
+    """What counts under a name now; a name nobody has used yet has spent nothing."""
+    window = limiter._windows.get(name)
+    if window is None:
+        return 0
+    window.advance(now)
+    return window.used
 
 
 def refused(act: Callable[[], object]) -> RateLimited:
@@ -56,38 +65,40 @@ def test_no_stretch_of_the_window_admits_more_than_the_limit(
         assert sum(cost for at, cost in admitted if first <= at < first + seconds) <= count
 
 
-@given(SECONDS, START, st.integers(1, 20), st.lists(st.tuples(st.floats(0, 0.4), st.integers(1, 8)), max_size=30), st.integers(1, 8))
+@given(
+    SECONDS,
+    START,
+    st.integers(1, 20),
+    st.lists(st.tuples(st.floats(0, 0.4), st.integers(1, 8)), max_size=30),
+    st.integers(1, 8),
+)
 @settings(max_examples=150, deadline=None)
-def test_wait_is_honest(
-    seconds: int, start: float, count: int, steps: list[tuple[float, int]], cost: int
-) -> None:
+def test_wait_is_honest(seconds: int, start: float, count: int, steps: list[tuple[float, int]], cost: int) -> None:
     """After the time a refusal names it fits; well before it does not."""
     window, now = Window(Limit(count, seconds, "tokens", "key")), start
-    for pause, spent in steps:
+    for pause, amount in steps:
         now += pause * seconds
         window.advance(now)
-        if window.fits(spent):
-            window.add(spent)
+        if window.has_room(amount, now):
+            window.add(amount)
     wait = window.wait(cost, now)
     assert 0 <= wait <= seconds * (SLICES + 1) / SLICES * (1 + 1e-9)
     if cost > count:
         return
-    assert (wait == 0) == window.fits(cost)
+    assert (wait == 0) == window.has_room(cost, now)
     if wait > 0.01 * seconds:
-        window.advance(now + wait - 0.005 * seconds)
-        assert not window.fits(cost)
-    window.advance(now + wait + 1e-6 * seconds)
-    assert window.fits(cost)
+        assert not window.has_room(cost, now + wait - 0.005 * seconds)
+    assert window.has_room(cost, now + wait + 1e-6 * seconds)
 
 
 @given(SECONDS, START, st.lists(st.tuples(st.floats(0, 0.4), st.integers(0, 8)), max_size=30))
 @settings(max_examples=100, deadline=None)
 def test_reset_is_when_nothing_counts_any_more(seconds: int, start: float, steps: list[tuple[float, int]]) -> None:
     window, now = Window(Limit(100, seconds, "tokens", "key")), start
-    for pause, spent in steps:
+    for pause, amount in steps:
         now += pause * seconds
         window.advance(now)
-        window.add(spent)
+        window.add(amount)
     reset = window.reset(now)
     assert (reset > 0) == (window.used > 0)
     window.advance(now + reset + 1e-6 * seconds)
@@ -121,7 +132,11 @@ class Books:
         self.expected = 0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["open", "settle", "close", "reload", "both"]), st.integers(0, 500)), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["open", "settle", "close", "reload", "both"]), st.integers(0, 500)), max_size=60
+    )
+)
 @settings(max_examples=150, deadline=None)
 def test_reserved_and_settled_balance_to_the_token(steps: list[tuple[str, int]]) -> None:
     """Whatever the order, and over reloads: what counts is what is reserved now plus what was really used."""
@@ -157,6 +172,15 @@ def test_settling_after_the_slice_has_left_changes_nothing() -> None:
     lease.reserve(50, 0.0)
     lease.settle(10, 1000.0)
     assert used(limiter, limits, 1000.0) == 0
+
+
+def test_settling_counts_as_long_as_the_slice_does() -> None:
+    limiter, limits = Limiter(), tokens(100)
+    lease = limiter.admit(limits, 0.5)
+    lease.reserve(50, 0.5)
+    lease.settle(10, 60.5)
+    assert used(limiter, limits, 60.5) == 10
+    assert used(limiter, limits, 61.0) == 0
 
 
 def test_an_answer_longer_than_reserved_is_charged_in_full() -> None:
@@ -196,9 +220,9 @@ def test_every_window_has_to_fit_before_any_is_spent() -> None:
     wide, narrow = Limit(1000, 3600, "tokens", "tenant"), Limit(10, 60, "tokens", "key")
     limits = Limits(tokens=(("a", wide), ("b", narrow)))
     refused(lambda: limiter.admit(limits, 0.0).reserve(11, 0.0))
-    assert limiter.window("a", wide, 0.0).used == 0
+    assert spent(limiter, "a", 0.0) == 0
     limiter.admit(limits, 0.0).reserve(10, 0.0)
-    assert (limiter.window("a", wide, 0.0).used, limiter.window("b", narrow, 0.0).used) == (10, 10)
+    assert (spent(limiter, "a", 0.0), spent(limiter, "b", 0.0)) == (10, 10)
 
 
 def test_tenants_and_keys_do_not_share_unless_named_so() -> None:
@@ -230,6 +254,23 @@ def test_a_request_that_runs_over_a_reload_settles_in_the_same_books() -> None:
     lease.settle(100, 2.0)
     assert used(limiter, tokens(1000), 2.0) == 100
     assert used(limiter, tokens(1000), 1000.0) == 0
+
+
+def test_a_refused_request_of_before_a_reload_does_not_bring_the_old_limits_back() -> None:
+    limiter, old, new = Limiter(), requests(100), requests(2)
+    limiter.admit(old, 0.0)
+    limiter.forget_accounts()
+    limiter.admit(new, 1.0)
+    limiter.headers(old, 1.0)
+    refused(lambda: limiter.admit(new, 1.0))
+
+
+def test_headers_of_a_refusal_say_what_is_left() -> None:
+    limiter, limits = Limiter(), requests(1)
+    limiter.admit(limits, 0.0)
+    refused(lambda: limiter.admit(limits, 1.0))
+    assert b"x-ratelimit-remaining-requests: 0\r\n" in limiter.headers(limits, 1.0)
+    assert b"x-ratelimit-remaining-requests: 1\r\n" in limiter.headers(limits, 100.0)
 
 
 # --- concurrency

@@ -17,7 +17,12 @@ def body(link: Any, kind: str = "image_url", *, flat: bool = False, typed: bool 
     part = {kind: link if flat else {"url": link}}
     if typed:
         part["type"] = kind
-    return {"messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
+    return {
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "user", "content": [{"type": "text", "text": "x"}, part]},
+        ]
+    }
 
 
 INSIDE = [
@@ -61,7 +66,8 @@ def test_data_uris_pass(link: str, flat: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "link", ["https://images.example/a.png", "http://IMAGES.example:8080/a?b#c", "HTTPS://images.example", "http://10.0.0.7/x"]
+    "link",
+    ["https://images.example/a.png", "http://IMAGES.example:8080/a?b#c", "HTTPS://images.example", "http://10.0.0.7/x"],
 )
 def test_hosts_the_operator_named_pass(link: str) -> None:
     check_media(body(link), ALLOWED)
@@ -96,7 +102,10 @@ def test_requests_without_links_pass(given: dict[str, Any]) -> None:
 
 
 def test_the_first_bad_part_is_named_wherever_it_stands() -> None:
-    messages = [{"content": [{"type": "text", "text": "x"}]}, {"content": [{"image_url": "data:,"}, {"image_url": "http://x"}]}]
+    messages = [
+        {"content": [{"type": "text", "text": "x"}]},
+        {"content": [{"image_url": "data:,"}, {"image_url": "http://x"}]},
+    ]
     assert refused({"messages": messages}).param == "messages[1].content[1].image_url"
 
 

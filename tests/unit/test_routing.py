@@ -113,7 +113,8 @@ def test_round_robin_goes_round() -> None:
 # --- who may
 def test_only_those_that_may_are_asked() -> None:
     fleet = [
-        view("down", up=False), view("full", room=False), view("paused", paused_until=101.0), view("tried"), view("good", 9),
+        view("down", up=False), view("full", room=False), view("paused", paused_until=101.0),
+        view("tried"), view("good", 9),
     ]  # fmt: skip
     for policy in POLICIES:
         assert {chosen(fleet, policy, ask(n, n * 7919, tried=("tried",))) for n in range(20)} == {"good"}
@@ -153,7 +154,9 @@ def test_full_and_away_are_told_apart() -> None:
 
 
 def test_the_callers_wait_is_the_shortest_pause() -> None:
-    error = refused([view("a", paused_until=130.0), view("b", paused_until=107.5), view("c", paused_until=90.0, up=False)])
+    error = refused(
+        [view("a", paused_until=130.0), view("b", paused_until=107.5), view("c", paused_until=90.0, up=False)]
+    )
     assert error.retry_after == 7.5
 
 
