@@ -418,7 +418,7 @@ class ReplicaConfig(EngineAccess):
     parallel: Whole = Field(
         4,
         ge=1,
-        le=1024,
+        le=64,
         description="Requests the embedded engine decodes at once. Default 4; each takes memory for its context.",
     )
     gpu_layers: Whole = Field(
@@ -477,12 +477,12 @@ class ModelConfig(Section):
     context_length: Count | None = Field(
         None,
         description=(
-            "Tokens of prompt and answer together. Default null: what the replicas offer; longer requests are a 400."
+            "Tokens of prompt and answer together, as /v1/models shows it. Default null: the longest of the replicas'."
         ),
     )
     max_tokens_default: Count | None = Field(
         None,
-        description="`max_tokens` for requests that give none. Default null: the engine decides.",
+        description="Completion tokens set aside for requests that give no max_tokens. Default null: 512.",
     )
     capabilities: tuple[Word, ...] = Field(
         (),
@@ -517,7 +517,7 @@ class DiscoveryConfig(EngineAccess):
 
 
 class LoggingConfig(Section):
-    """What the gateway writes about itself and its requests, on standard error."""
+    """What the gateway writes: events on standard error, one access line a request on standard output."""
 
     format: Literal["json", "text"] = Field(
         "json",

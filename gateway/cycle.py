@@ -11,14 +11,11 @@ import http
 from collections.abc import Callable
 from itertools import count
 from secrets import token_hex
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from backends.base import Operation
 from gateway import errors
 from gateway.errors import GatewayError
-
-if TYPE_CHECKING:
-    from gateway.edge import EdgeProtocol
 
 COMMENT = b": keep-alive\n\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -33,8 +30,19 @@ _ids = count(1)
 _id_prefix = "req_" + token_hex(8)
 
 
+class Connection(Protocol):
+    """What a cycle needs of the connection it came on; `edge.EdgeProtocol` is one."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+
+    def date_header(self) -> bytes: ...
+    def is_paused(self) -> bool: ...
+    def finished(self, cycle: HotCycle) -> None: ...
+
+
 class HotCycle:
-    """One exchange. Defaults live on the class: an instance stores only what differs, which is most of what it costs."""
+    """One exchange. Defaults live on the class: an instance stores only what differs, most of what making it costs."""
 
     more_body = True
     disconnected = False
@@ -42,8 +50,8 @@ class HotCycle:
     started = False  # the head of the answer is on its way
     task: asyncio.Task[None] | None = None
     refused: GatewayError | None = None  # the body broke a limit
-    body_deadline = 0.0
     extra_headers = b""  # header lines for the answer, gathered by `serve`
+    route_headers = b""  # and those that say who gave it
     keepalives = False  # comments are sent while there is nothing else to send
     writes = 0
     on_paused: Callable[[], None] | None = None
@@ -51,10 +59,10 @@ class HotCycle:
     _waiter: asyncio.Future[None] | None = None
 
     def __init__(
-        self, protocol: EdgeProtocol, operation: Operation, headers: dict[bytes, bytes], keep_alive: bool, chunked: bool
+        self, connection: Connection, operation: Operation, headers: dict[bytes, bytes], keep_alive: bool, chunked: bool
     ) -> None:
-        self._protocol = protocol
-        self._send = protocol.transport.write
+        self._connection = connection
+        self._send = connection.transport.write
         self._chunked = chunked  # HTTP/1.1: the answer's length need not be known
         self.operation, self.headers, self.keep_alive = operation, headers, keep_alive  # header names in lower case
         self.body: list[bytes] = []
@@ -80,13 +88,10 @@ class HotCycle:
 
         Raises: BodyTooLarge, RequestTimeout, as soon as it is known, without reading on.
         """
-        protocol = self._protocol
         if self.headers.get(b"expect", b"").lower() == b"100-continue" and self.more_body:
             self._send(CONTINUE)
         while self.more_body and self.refused is None:
-            if not self.body_deadline:
-                self.body_deadline = protocol.loop.time() + protocol.edge.settings.body_timeout
-            self._waiter = protocol.loop.create_future()
+            self._waiter = self._connection.loop.create_future()
             await self._waiter
         if self.refused is not None:
             raise self.refused
@@ -103,7 +108,7 @@ class HotCycle:
     def attach(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
         """Lets a slow client slow down its source."""
         self.on_paused, self.on_resumed = pause, resume
-        if self._protocol.is_paused():
+        if self._connection.is_paused():
             pause()
 
     def detach(self) -> None:
@@ -141,10 +146,10 @@ class HotCycle:
             % (
                 STATUS_LINES[status],
                 self.request_id.encode(),
-                self._protocol.edge.date,
+                self._connection.date_header(),
                 b"" if self.keep_alive else b"connection: close\r\n",
                 self.extra_headers,
-                headers,
+                headers + self.route_headers,
                 len(body),
                 body,
             )
@@ -169,9 +174,9 @@ class HotCycle:
         return b"%bx-request-id: %b\r\n%b%b%b%b%b\r\n" % (
             STATUS_LINES[200],
             self.request_id.encode(),
-            self._protocol.edge.date,
+            self._connection.date_header(),
             b"" if self.keep_alive else b"connection: close\r\n",
-            self.extra_headers,
+            self.extra_headers + self.route_headers,
             _STREAM_HEAD,
             b"transfer-encoding: chunked\r\n" if self._chunked else b"",
         )
@@ -183,7 +188,7 @@ class HotCycle:
 
     def _finish(self) -> None:
         self.response_complete = True
-        self._protocol.finished(self)
+        self._connection.finished(self)
 
 
 def new_request_id() -> str:

@@ -29,6 +29,7 @@ HOT_ROUTES = {
     b"/v1/embeddings": Operation.EMBEDDINGS,
 }
 LINGER = 2.0  # seconds a refused body is still read and thrown away, so that the client gets to see the answer
+MOST_PIPELINED = 32  # requests read ahead on one connection
 STUCK_READER = 120.0  # seconds a client may take nothing while there is something to take
 
 Serve = Callable[[HotCycle], Coroutine[Any, Any, None]]
@@ -92,6 +93,8 @@ class EdgeProtocol(HttpToolsProtocol):
         self.edge = edge
         self._read_size = 0  # bytes of the read that is being parsed
         self._body_size = 0  # bytes of the body that is being read
+        self._body_seen = 0  # and what `look_after` found of it
+        self._body_since = 0.0  # at this time
         self._head_size = 0  # bytes of earlier reads that belong to an incomplete head
         self._head_since = 0.0  # a head has begun to arrive and is not complete
         self._idle_since = 0.0  # found idle by `look_after`
@@ -126,8 +129,8 @@ class EdgeProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserError:
             self._refuse(BadRequest("The request is not valid HTTP.", code="invalid_http"))
-        except httptools.HttpParserUpgrade:
-            self._refuse(BadRequest("This server does not offer protocol upgrades.", code="invalid_http"))
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
         if self._head_since:
             self._head_size += self._read_size
             self._limit_head(self._head_size)
@@ -149,7 +152,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self.url = b""
         self._head.clear()
         self._body_size = 0
-        self._idle_since = 0.0
+        self._body_since = self._idle_since = 0.0
         self._head_since = self.loop.time()
 
     def on_url(self, url: bytes) -> None:
@@ -160,10 +163,10 @@ class EdgeProtocol(HttpToolsProtocol):
         if self._head_size or self._read_size > self.edge.settings.max_header:
             self._head_size = 0
             self._limit_head(sum(len(name) + len(value) for name, value in self._head.items()) + len(self.url))
-        if self._deaf:
+        if self._deaf or self.parser.should_upgrade():
             return
         operation = HOT_ROUTES.get(self.url) or HOT_ROUTES.get(_path(self.url))
-        if operation is None or self.parser.get_method() != b"POST" or self.parser.should_upgrade():
+        if operation is None or self.parser.get_method() != b"POST":
             self._leave_to_asgi()
             return
         headers = {name.lower(): value for name, value in self._head.items()}
@@ -176,8 +179,9 @@ class EdgeProtocol(HttpToolsProtocol):
         if before is None or before.response_complete:
             self._start(cycle)
         else:
-            self.flow.pause_reading()
             self.pipeline.appendleft((cycle, self.app))  # type: ignore[arg-type]
+            if len(self.pipeline) >= MOST_PIPELINED:  # while reading is paused, a client that leaves is not noticed
+                self.flow.pause_reading()
 
     def on_body(self, body: bytes) -> None:
         cycle = self.cycle
@@ -193,7 +197,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         cycle = self.cycle
-        if self._deaf:
+        if self._deaf or self.parser.should_upgrade():
             return
         if isinstance(cycle, HotCycle):
             cycle.more_body = False
@@ -212,6 +216,20 @@ class EdgeProtocol(HttpToolsProtocol):
             super().on_headers_complete()
         except (httptools.HttpParserError, UnicodeDecodeError):
             self._refuse(BadRequest("The request's target is not valid.", code="invalid_http"))
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Some clients offer h2c with every request. The offer need not be taken, but the parser has stopped behind the
+        head and takes the body for the other protocol: a new one reads the same request without the offer."""
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse(BadRequest("This server is no proxy.", code="invalid_http"))
+            return
+        head = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
+        for name, value in self._head.items():
+            if name.lower() not in (b"upgrade", b"connection", b"http2-settings"):
+                head += b"%b: %b\r\n" % (name, value)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.data_received(head + b"\r\n" + rest)
 
     def _limit_head(self, size: int) -> None:
         if size > self.edge.settings.max_header:
@@ -295,6 +313,9 @@ class EdgeProtocol(HttpToolsProtocol):
         if active is not None and active.task is not None and not active.response_complete:
             active.task.cancel()
 
+    def date_header(self) -> bytes:
+        return self.edge.date
+
     def is_paused(self) -> bool:
         return self._paused_since > 0.0
 
@@ -318,9 +339,12 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def _look_after_cycle(self, cycle: HotCycle, now: float) -> None:
         settings = self.edge.settings
-        if cycle.more_body and cycle.body_deadline and now > cycle.body_deadline:
-            cycle.refused = RequestTimeout(f"The body did not arrive within {settings.body_timeout:g} s.")
-            cycle.set()
+        if cycle.more_body and cycle is self.cycle:
+            if not self._body_since or self._body_size != self._body_seen:
+                self._body_since, self._body_seen = now, self._body_size
+            elif now - self._body_since > settings.body_timeout:
+                cycle.refused = RequestTimeout(f"Nothing of the body arrived for {settings.body_timeout:g} s.")
+                cycle.set()
         if not cycle.keepalives or not settings.keepalive_interval or cycle.response_complete:
             self._silent_since = 0.0
         elif not self._silent_since or cycle.writes != self._writes:

@@ -76,9 +76,11 @@ class EngineProcess:
             code = await self._run_once()
             if code == MUST_CHANGE:
                 return
-            pause = FIRST_PAUSE if loop.time() - begun > STEADY else min(pause * 2, LONGEST_PAUSE)
+            if loop.time() - begun > STEADY:
+                pause = FIRST_PAUSE
             log.error("the engine of %s ended (exit code %s); starting it again in %g s", self._name, code, pause)
             await asyncio.sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE)
 
     async def _run_once(self) -> int:
         log.info("starting the embedded engine of %s", self._name)

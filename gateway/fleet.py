@@ -32,7 +32,7 @@ class ReplicaState:
 
     __slots__ = (
         "detail", "draining", "failed_probes", "failures", "health", "inflight", "load", "load_read_at", "pause",
-        "paused_until", "replica", "ttft",
+        "paused_until", "replica", "trying", "ttft",
     )  # fmt: skip
 
     def __init__(self, replica: Replica) -> None:
@@ -44,6 +44,7 @@ class ReplicaState:
         self.failures = 0  # in a row, of real requests
         self.paused_until = 0.0
         self.pause = FIRST_PAUSE
+        self.trying = False  # a request is finding out whether it is back
         self.draining = False
         self.load = EngineLoad()
         self.load_read_at = 0.0
@@ -54,14 +55,28 @@ class ReplicaState:
             return False
         if self.paused_until:
             # After the pause one request tries whether the replica is back; it decides for the others.
-            return now >= self.paused_until and (self.inflight == 0 or self.failures < FAILURES_TO_OPEN)
+            return now >= self.paused_until and not self.trying
         return True
 
     def has_room(self) -> bool:
         most = self.replica.max_inflight
         return most is None or self.inflight < most
 
-    # --- outcomes of real requests
+    # --- real requests and their outcomes
+    def begin(self) -> bool:
+        """Takes a place; whether this request is the one that finds out if the replica is back."""
+        self.inflight += 1
+        trial = self.paused_until > 0 and self.failures >= FAILURES_TO_OPEN
+        if trial:
+            self.trying = True
+        return trial
+
+    def end(self, trial: bool) -> None:
+        """Gives the place back; takes what `begin` returned."""
+        self.inflight -= 1
+        if trial:
+            self.trying = False
+
     def succeeded(self, ttft: float | None) -> None:
         self.failures = 0
         self.paused_until, self.pause = 0.0, FIRST_PAUSE

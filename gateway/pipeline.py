@@ -34,7 +34,7 @@ from gateway.outcome import Outcome
 from gateway.routing import Ask, choose
 from gateway.snapshot import Snapshot
 from gateway.sse import StreamTap
-from gateway.types import Model, Principal, Replica, Usage
+from gateway.types import Model, Replica, Usage
 from gateway.upstream import Reply, Upstream
 
 MOST_ATTEMPTS = 3  # per model of the fallback chain
@@ -59,12 +59,12 @@ class Gateway:
         self.limiter = limiter or Limiter()
         self.fleet = LoadTable()
         self.draining = False
-        self._sequence = 0
+        self._turns: dict[str, int] = {}  # choices made, by model
 
     def choose(self, model: Model, call: Call, tried: Sequence[str]) -> ReplicaState:
         """Raises: NoReplica, UnsupportedOperation."""
-        self._sequence += 1
-        ask = Ask(call.operation, time.monotonic(), self._sequence, getrandbits(30), tried)
+        turn = self._turns[model.name] = self._turns.get(model.name, -1) + 1
+        ask = Ask(call.operation, time.monotonic(), turn, getrandbits(30), tried)
         return choose(model, [self.fleet.of(replica) for replica in model.replicas], ask)
 
     def record(self, outcome: Outcome) -> None:
@@ -185,12 +185,16 @@ class _Attempt:
         state, outcome, call, cycle = self.state, self._outcome, self.call, self._cycle
         replica = outcome.replica = state.replica
         request = request_bytes(replica, call, cycle, outcome.tenant_name)
+        if self._gateway.snapshot.expose_route:
+            cycle.route_headers = b"x-sekisho-replica: %b\r\nx-sekisho-policy: %b\r\n" % (
+                replica.id.encode(), outcome.model.policy.encode() if outcome.model else b"",
+            )  # fmt: skip
         cycle.keepalives = call.stream
         reply: Reply | None = None
-        state.inflight += 1
-        outcome.sent = time.monotonic()
+        trial = state.begin()
+        outcome.sent = 0.0
         try:
-            reply = await self._gateway.upstream.open(replica.endpoint, replica.timeouts, request)
+            reply = await self._gateway.upstream.open(replica.endpoint, replica.timeouts, request, outcome)
             if reply.status != 200:
                 raise await _refusal(replica, reply)
             if call.stream:
@@ -198,10 +202,11 @@ class _Attempt:
             else:
                 await self._answer(reply)
         except asyncio.CancelledError:
-            outcome.usage = outcome.usage or self._estimate(0)  # the engine has worked on the prompt
+            if outcome.sent and outcome.usage is None:
+                outcome.usage = self._estimate(0)  # the engine has worked on the prompt
             raise
         finally:
-            state.inflight -= 1
+            state.end(trial)
             if reply is not None:
                 reply.close()
         outcome.status = 200

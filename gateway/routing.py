@@ -91,7 +91,16 @@ def choose(model: Model, views: Sequence[View], ask: Ask) -> View:
     ]
     if not free:
         raise _why_none(model, views, ask)
+    if model.format_preference and len(free) > 1:
+        free = _preferred(free, model.format_preference)
     return free[0] if len(free) == 1 else cast(View, POLICIES[model.policy](free, ask))
+
+
+def _preferred(views: list[View], formats: tuple[str, ...]) -> list[View]:
+    """The views of the first listed format that has any; formats that are not listed come last."""
+    ranks = {name: rank for rank, name in enumerate(formats)}
+    best = min(ranks.get(view.replica.format or "", len(formats)) for view in views)
+    return [view for view in views if ranks.get(view.replica.format or "", len(formats)) == best]
 
 
 def _why_none(model: Model, views: Sequence[ReplicaView], ask: Ask) -> GatewayError:

@@ -48,6 +48,7 @@ class Snapshot:
     trusted_proxies: tuple[Network, ...]
     media_hosts: frozenset[str]
     max_event: int  # bytes
+    expose_route: bool
 
     def replicas(self) -> Iterator[Replica]:
         for model in self.models.values():
@@ -78,6 +79,7 @@ def compile_config(config: Config, load: Callable[[str], Backend], sockets: Path
         trusted_proxies=tuple(ip_network(str(cidr)) for cidr in config.server.trusted_proxies),
         media_hosts=frozenset(str(host) for host in config.media.allow_hosts),
         max_event=config.server.max_event,
+        expose_route=config.server.expose_route,
     )
 
 
@@ -99,6 +101,9 @@ def _not_offered(config: Config) -> Iterator[tuple[str, str, str]]:
     if config.logging.content != "none":
         yield "logging.content", "this version never logs content", "write none"
     for model in config.models:
+        for replica in model.replicas:
+            if replica.path is not None and replica.backend != "llamacpp":
+                yield f"models.{model.name}.replicas", f"{replica.backend} cannot be embedded", "write url, or llamacpp"
         if model.policy not in POLICIES:
             yield f"models.{model.name}.policy", *(remove[0], f"write one of {', '.join(POLICIES)}")
 

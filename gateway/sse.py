@@ -24,7 +24,7 @@ from gateway.types import Usage
 MAX_EVENT = 32 * 1024 * 1024
 DONE = b"data: [DONE]\n\n"
 _FIELD = re.compile(rb"(data|event)(?::|$) ?")
-_CHOICE = re.compile(rb'"choices":( ?)\[\{"index":\1\d+,')
+_CHOICE = re.compile(rb'"choices":( ?)\[\{(?:"finish_reason":\1null, ?)?"index":\1\d+,')
 
 
 class StreamTap:
@@ -35,7 +35,7 @@ class StreamTap:
     """
 
     __slots__ = (
-        "_finished", "_held", "_marks", "_model", "_prefix", "_renamed", "_seen", "_skip_newline",
+        "_finished", "_held", "_marks", "_model", "_new", "_old", "_prefix", "_seen", "_skip_newline", "_suffix",
         "asked", "done", "events", "failure", "max_event", "started", "strip_usage", "tokens", "usage",
     )  # fmt: skip
 
@@ -51,8 +51,10 @@ class StreamTap:
         self._skip_newline = False  # the last read ended in CR: a following LF belongs to it
         self._seen: set[int] = set()  # choice indexes
         self._finished: set[int] = set()
-        self._prefix = self._renamed = b""  # how every chunk of this stream begins, and how it shall begin
-        self._marks: tuple[bytes, ...] = (b"", b"", b"", b"")
+        self._prefix = b""  # how every ordinary chunk of this stream begins; empty until it has been learnt
+        self._suffix = b"\n\n"  # and how it ends
+        self._old = self._new = b""  # which of the two holds the name, and how it shall read
+        self._marks: tuple[bytes, ...] = ()  # of what needs a closer look: an end, usage, an error, a choice more
         self._model = orjson.dumps(asked)
 
     @property
@@ -64,28 +66,28 @@ class StreamTap:
         """What can go to the client of all that has arrived."""
         if self.done or self.failure:
             return b""
+        prefix, suffix = self._prefix, self._suffix
+        if prefix and data.startswith(prefix) and data.endswith(suffix) and not self._held and not self._skip_newline:
+            lines = data.count(b"\n")
+            finish, usage, error, further = self._marks
+            # One event, or as many beginnings and ends as events.
+            if (
+                (lines == 2 or data.count(prefix) * 2 == lines == data.count(suffix) * 2)
+                and finish not in data
+                and usage not in data
+                and error not in data
+                and further not in data
+            ):
+                count = lines // 2
+                self.events += count
+                self.tokens += count
+                return data if self._old is self._new else data.replace(self._old, self._new)
         if b"\r" in data or self._skip_newline:
             data = self._normalise(data)
         if self._held or not data.endswith(b"\n\n"):
             data = self._whole_events(data)
             if not data:
                 return b""
-        prefix = self._prefix
-        if prefix and data.startswith(prefix):
-            lines = data.count(b"\n")
-            finish, usage, error, second = self._marks
-            # One event, or as many beginnings as events.
-            if (
-                (lines == 2 or data.count(prefix) * 2 == lines)
-                and finish not in data
-                and usage not in data
-                and error not in data
-                and second not in data
-            ):
-                count = lines // 2
-                self.events += count
-                self.tokens += count
-                return data if prefix is self._renamed else data.replace(prefix, self._renamed)
         return self._read(data)
 
     def end(self) -> bytes:
@@ -130,7 +132,7 @@ class StreamTap:
             if self._is_ordinary(block):
                 self.events += 1
                 self.tokens += 1
-                passed.append(self._renamed + block[len(self._prefix) :] + b"\n\n")
+                passed.append((block + b"\n\n").replace(self._old, self._new))
             elif block and not block.isspace():
                 passed.append(self._block(block))
                 if self.done or self.failure:
@@ -139,10 +141,13 @@ class StreamTap:
 
     def _is_ordinary(self, block: bytes) -> bool:
         """The short way for one event that arrived together with others."""
-        if not self._prefix or not block.startswith(self._prefix) or b"\n" in block:
-            return False
-        finish, usage, error, second = self._marks
-        return finish not in block and usage not in block and error not in block and second not in block
+        return (
+            bool(self._prefix)
+            and block.startswith(self._prefix)
+            and block.endswith(self._suffix[:-2])
+            and b"\n" not in block
+            and not any(mark in block for mark in self._marks)
+        )
 
     def _block(self, block: bytes) -> bytes:
         lines = [line for line in block.split(b"\n") if line]
@@ -213,33 +218,41 @@ class StreamTap:
         return carries
 
     def _named(self, block: bytes, chunk: dict[str, Any], simple: bool) -> bytes:
-        """The block with the name the client asked for; learns how chunks begin where they are of the simple form."""
+        """The block with the name the client asked for; learns the frame of chunks of the simple form."""
         model = chunk.get("model")
-        if not isinstance(model, str) or not simple:
-            return block if model == self.asked or not isinstance(model, str) else self._renamed_block(block)
-        start = block.index(b"{")
-        for member in jsonscan.walk(block, start):
-            if member.key == "choices":
-                break  # a name behind the choices makes no common beginning
-            if member.key == "model":
-                prefix = block[: member.end]
-                self._learn(prefix, prefix if model == self.asked else block[: member.value] + self._model, block)
-                break
+        if not isinstance(model, str):
+            return block
+        if simple and self.started and block.startswith(b"data: {"):
+            self._learn(block, model == self.asked)
         return block if model == self.asked else self._renamed_block(block)
 
-    def _learn(self, prefix: bytes, renamed: bytes, block: bytes) -> None:
-        if not self.started or not block.startswith(b"data: {"):
+    def _learn(self, block: bytes, same: bool) -> None:
+        """Most engines write the name in front of the choices: what is common lies at the beginning. llama.cpp's server
+        writes it behind them: there the common end is remembered as well."""
+        choices_end = 0
+        for member in jsonscan.walk(block, block.index(b"{")):
+            if member.key == "choices":
+                choices_end = member.end
+            elif member.key == "model":
+                break
+        else:
             return
         # The beginning reaches over the choice's index: a choice that was never read could never be missed at the end.
-        choice = _CHOICE.search(block, len(prefix))
+        choice = _CHOICE.search(block, 0 if choices_end else member.end)
         if choice is None or b'"finish_reason" ' in block:
             return
-        space, common = choice[1], block[len(prefix) : choice.end()]
         self._marks = tuple(
-            mark.replace(b" ", space) for mark in (b'"finish_reason": "', b'"usage": {', b'"error": ', b'}, {"index": ')
+            mark.replace(b" ", choice[1]) for mark in (b'"finish_reason": "', b'"usage": {', b'"error": ', b'}, {"')
         )
-        self._prefix = prefix + common
-        self._renamed = self._prefix if prefix == renamed else renamed + common
+        self._prefix = block[: choice.end()]
+        self._suffix = block[choices_end:] if choices_end else b"\n\n"
+        self._old = self._suffix if choices_end else self._prefix
+        start = choices_end or 0
+        self._new = (
+            self._old
+            if same
+            else (block[start : member.value] + self._model + block[member.end : start + len(self._old)])
+        )
 
     def _renamed_block(self, block: bytes) -> bytes:
         for member in jsonscan.walk(block, block.index(b"{")):
@@ -251,6 +264,8 @@ class StreamTap:
 def read_usage(usage: Any) -> Usage | None:
     """Tokens from an OpenAI usage object; None when there is none or it is not one."""
     if not isinstance(usage, dict):
+        return None
+    if "prompt_tokens" not in usage and "completion_tokens" not in usage:
         return None
     prompt, completion = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
     cached = usage.get("prompt_tokens_details")

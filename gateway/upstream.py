@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -45,11 +46,17 @@ class Sink(Protocol):
     def ended(self) -> None: ...
 
 
+class Record(Protocol):
+    """Where it is noted that an engine has been given work; `Outcome` is one."""
+
+    sent: float  # seconds of the steady clock
+
+
 class Reply:
     """An engine's answer while it arrives.
 
-    `started` resolves with the head, `relay` hands the body to a sink as it comes, `read` collects it. Leaving the
-    context closes the connection unless the answer was read to its end.
+    `started` resolves with the head, `relay` hands the body to a sink as it comes, `read` collects it. `close` ends the
+    connection unless the answer was read to its end.
     """
 
     __slots__ = (
@@ -92,12 +99,6 @@ class Reply:
         self.headers: dict[bytes, bytes] = {}
         self.complete = False
         self.error: GatewayError | None = None
-
-    def __enter__(self) -> Reply:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Gives the connection back, or ends it in the middle of the answer. May be called again."""
@@ -453,8 +454,8 @@ class Upstream:
         self._replies: set[Reply] = set()
         self.max_response = max_response
 
-    async def open(self, endpoint: Endpoint, timeouts: Timeouts, request: bytes) -> Reply:
-        """Sends a request (head and body) and waits for the head of the answer. Use the reply as a context manager.
+    async def open(self, endpoint: Endpoint, timeouts: Timeouts, request: bytes, record: Record) -> Reply:
+        """Sends a request (head and body) and waits for the head of the answer. Close the reply when done with it.
 
         A kept connection that the engine had closed meanwhile is replaced by a fresh one, once, without counting as a
         failure: nothing of an answer had come. (Not by the next kept one: a request that kills its engine would be sent
@@ -467,10 +468,11 @@ class Upstream:
             pool = self._pools[endpoint] = Pool(endpoint, self._loop)
         if (connection := pool.take()) is not None:
             with contextlib.suppress(_Unanswered):
-                return await self._exchange(connection, timeouts, request)
-        return await self._exchange(await pool.connect(timeouts.connect), timeouts, request)
+                return await self._exchange(connection, timeouts, request, record)
+        return await self._exchange(await pool.connect(timeouts.connect), timeouts, request, record)
 
-    async def _exchange(self, connection: Connection, timeouts: Timeouts, request: bytes) -> Reply:
+    async def _exchange(self, connection: Connection, timeouts: Timeouts, request: bytes, record: Record) -> Reply:
+        record.sent = time.monotonic()
         reply = Reply(connection, timeouts, self._loop.time(), self.max_response, self._replies)
         try:
             connection.send(reply, request)

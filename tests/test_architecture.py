@@ -23,7 +23,7 @@ RANKS: dict[str, int] = {
         "types errors config config_checks config_load config_schema config_shape config_values config_yaml",
         "call jsonscan answers auth catalog limits media outcome routing sse usage metrics logs",  # no network
         "snapshot fleet",  # state, one writer each
-        "edge upstream probe embedded limits_redis",  # all network I/O
+        "cycle edge upstream probe embedded limits_redis",  # all network I/O
         "pipeline",
         "api admin docs_page scan",
         "app",

@@ -72,7 +72,6 @@ def test_a_pipelined_request_waits_until_its_turn(lab: Lab) -> None:
     assert engine.most_running == 1
 
 
-@pytest.mark.xfail(reason="reading is paused while requests wait: the end of the connection is not seen", strict=True)
 def test_leaving_with_requests_in_the_pipeline_sends_none_of_them(lab: Lab) -> None:
     engine = lab.one(script=lambda x: x.wait())
     wire = lab.gateway.wire()
@@ -379,7 +378,6 @@ def test_what_is_not_http_is_a_400(lab: Lab, data: bytes) -> None:
         assert answer.status == 400 and answer.error()["code"] == "invalid_http" and wire.at_end()
 
 
-@pytest.mark.xfail(reason="the parser stops at an upgrade and the connection is closed without an answer", strict=True)
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 def test_an_offer_to_upgrade_is_ignored(lab: Lab, stream: bool) -> None:
     """Java's own HTTP client sends one with its first request, body and all."""

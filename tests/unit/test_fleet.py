@@ -26,9 +26,9 @@ def state(health: Health = Health.UP) -> ReplicaState:
 @contextmanager
 def running(made: ReplicaState) -> Iterator[None]:
     """A request that is open on the replica."""
-    made.inflight += 1
+    trial = made.begin()
     yield
-    made.inflight -= 1
+    made.end(trial)
 
 
 def opened(now: float = 100.0) -> ReplicaState:
