@@ -77,9 +77,12 @@ def read_failure(status: int, body: bytes) -> Failure:
     Args:   status: the HTTP status; 0 for an error event inside a stream. body: the answer or the event's JSON.
     """
     text, type_, param, code = _fields(body)
-    return Failure(classify(status, f"{type_} {code} {text}"), clean(text) or _FALLBACK, status, param)
+    told = status or (int(code) if _STATUS.fullmatch(code) else 0)  # an event has no status but often says one
+    return Failure(classify(told, f"{type_} {code} {text}"), clean(text) or _FALLBACK, status, param)
 
 
+_STATUS = re.compile(r"[45]\d\d")
+_INNER = re.compile(r'\{\s*"error"\s*:', re.DOTALL)  # Ollama passes on what its runner said, document and all
 _FALLBACK = "The engine answered with an error and no explanation."
 
 
@@ -116,12 +119,14 @@ def _fields(body: bytes) -> tuple[str, str, str | None, str]:
         return "", "", None, ""
     error: Any = answer.get("error", answer)
     if isinstance(error, str):
-        return error, "", None, ""
+        return _inner(error) or (error, "", None, "")
     if not isinstance(error, dict):
         return "", "", None, ""
     message = error.get("message")
     if message is None and "detail" in answer:
         message = _detail(answer["detail"])
+    if isinstance(message, str) and (inner := _inner(message)) is not None:
+        return inner
     param = error.get("param")
     return (
         message if isinstance(message, str) else "",
@@ -129,6 +134,19 @@ def _fields(body: bytes) -> tuple[str, str, str | None, str]:
         param if isinstance(param, str) else None,
         str(error.get("code") or ""),
     )
+
+
+def _inner(text: str) -> tuple[str, str, str | None, str] | None:
+    """The fields of a document that stands inside an error's text."""
+    found = _INNER.search(text)
+    if found is None:
+        return None
+    try:
+        answer = orjson.loads(text[found.start() : text.rindex("}") + 1])
+    except ValueError:
+        return None
+    error = answer.get("error")
+    return _fields(orjson.dumps(answer)) if isinstance(error, dict) else (str(error), "", None, "")
 
 
 def _detail(detail: object) -> str:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from backends import promtext
-from backends.base import EngineLoad, ModelFormat, OpenAICompatible, Probes
+from backends.base import CONSTRAINTS, JSON, REMOVE, Edits, EngineLoad, ModelFormat, OpenAICompatible, Operation, Probes
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 KV_USED = "vllm:kv_cache_usage_perc"
 KV_USED_BEFORE_0_10 = "vllm:gpu_cache_usage_perc"
+
+# Wiring between engines (whose KV cache to fetch, which rank to use), other callers' request ids, and the salt that
+# keeps the prefix caches of tenants apart: none of a client's business, and an answer is the same without them.
+DROPPED = frozenset(
+    "kv_transfer_params ec_transfer_params cache_salt request_id data_parallel_rank priority".split()
+)
+# Code and templates to run inside the engine, tensors to unpickle; and other engines' constraints, which it ignores.
+UNDERSTOOD = frozenset("guided_json guided_regex guided_choice guided_grammar structured_outputs".split())
+REFUSED = frozenset({"chat_template", "logits_processors", "prompt_embeds"}) | (CONSTRAINTS - UNDERSTOOD)
+# vLLM up to 0.11 read these; later ones ignore them with a line in the log.
+LEGACY = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
 
 @dataclass(frozen=True)
@@ -20,6 +32,14 @@ class Vllm(OpenAICompatible):
     kind: str = "vllm"
     formats: frozenset[ModelFormat] = frozenset({ModelFormat.SAFETENSORS})
     probes: Probes = Probes(health="/health", load="/metrics")
+    dropped: frozenset[str] = DROPPED
+    refused: frozenset[str] = REFUSED
+
+    def edits(self, operation: Operation, body: JSON) -> Edits:
+        edits = super().edits(operation, body)
+        if not LEGACY.keys().isdisjoint(body):
+            edits = {**edits, **_structured(body)}
+        return edits
 
     def read_load(self, body: bytes) -> EngineLoad:
         numbers = promtext.read(body, (RUNNING, WAITING, KV_USED, KV_USED_BEFORE_0_10))
@@ -31,6 +51,15 @@ class Vllm(OpenAICompatible):
             waiting=None if waiting is None else int(waiting),
             kv_used=None if used is None else used / ranks,  # a share: the mean over ranks, not the sum
         )
+
+
+def _structured(body: JSON) -> dict[str, Any]:
+    """The old names of constraints as `structured_outputs`; one that is there already says it better."""
+    edits: dict[str, Any] = {name: REMOVE for name in LEGACY if name in body}
+    found = {new: body[old] for old, new in LEGACY.items() if body.get(old) is not None}
+    if found and not body.get("structured_outputs"):
+        edits["structured_outputs"] = found
+    return edits
 
 
 BACKEND = Vllm()

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from backends.base import Operation
+from backends.base import Backend, Operation
 from backends.failures import Failure, FailureKind, read_failure
 from gateway import jsonscan
 from gateway.call import Call
@@ -18,6 +18,10 @@ from gateway.sse import read_usage
 from gateway.types import Usage
 
 _VECTOR = re.compile(rb'"embedding"[ \t\n\r]*:[ \t\n\r]*(["\[])')
+
+
+# What an answer of these operations is about.
+_HOLDS = {Operation.RERANK: "results", Operation.TOKENIZE: "tokens", Operation.DETOKENIZE: "prompt"}
 
 
 @dataclass(slots=True)
@@ -29,16 +33,20 @@ class Answer:
     failure: Failure | None = None
 
 
-def read_answer(call: Call, body: bytes) -> Answer:
+def read_answer(call: Call, body: bytes, backend: Backend | None = None) -> Answer:
     """Checks an engine's 200, reads its usage and gives it the name the client asked for."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError:
         document = None
+    if isinstance(document, dict) and document.get("error"):
+        return Answer(b"", failure=read_failure(0, body))
+    if backend is not None and call.operation in backend.fixes:
+        fixed = backend.fix_answer(call.operation, document, call.body)
+        if fixed is not document:
+            document, body = fixed, orjson.dumps(fixed)
     if not isinstance(document, dict):
         return Answer(b"", failure=Failure(FailureKind.BROKEN, "The engine's answer is not a JSON object."))
-    if document.get("error"):
-        return Answer(b"", failure=read_failure(0, body))
     usage = read_usage(document.get("usage"))
     if call.operation is Operation.EMBEDDINGS:
         converted = _with_encoding(body, document, call.body.get("encoding_format"))
@@ -47,9 +55,19 @@ def read_answer(call: Call, body: bytes) -> Answer:
                 b"", usage, Failure(FailureKind.BROKEN, "The engine's embeddings are not vectors of numbers.")
             )
         body = converted
+    elif not call.operation.generates:
+        usage = usage or _total(document.get("usage"))
+        if not isinstance(document.get(_HOLDS[call.operation]), list | str):
+            return Answer(b"", usage, Failure(FailureKind.BROKEN, "The engine's answer does not hold what was asked."))
     elif not _is_finished(document):
         return Answer(b"", usage, Failure(FailureKind.BROKEN, "The engine's answer holds no finished choice."))
     return Answer(_named(body, document, call.model), usage)
+
+
+def _total(usage: Any) -> Usage | None:
+    """Rerankers that tell the total only: all of it is prompt."""
+    total = usage.get("total_tokens") if isinstance(usage, dict) else None
+    return Usage(total) if isinstance(total, int) and total > 0 else None
 
 
 def _is_finished(document: dict[str, Any]) -> bool:

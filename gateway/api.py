@@ -1,12 +1,12 @@
 """Every route that is not hot: models, health, metrics, documentation. FastAPI behind one gatekeeper.
 
-The three inference routes are described here for the documentation only; the edge takes them before FastAPI sees them.
+The inference routes are described here for the documentation only; the edge takes them before FastAPI sees them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http import HTTPStatus
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
@@ -147,7 +147,7 @@ async def prometheus(request: Request) -> Response:
 @router.get("/v1/models", tags=["models"], summary="The models this key may use")
 async def list_models(request: Request) -> dict[str, Any]:
     names = visible(principal_of(request), gateway_of(request).snapshot.models)
-    return {"object": "list", "data": [model_entry(name, model) for name, model in names]}
+    return {"object": "list", "data": [model_entry(name, model, gateway_of(request)) for name, model in names]}
 
 
 @router.get("/v1/models/{name:path}", tags=["models"], summary="One of them")
@@ -155,23 +155,28 @@ async def get_model(request: Request, name: str) -> dict[str, Any]:
     model = find(name, gateway_of(request).snapshot.names)
     if model is None or not may_use(principal_of(request), model):
         raise ModelNotFound(name)
-    return model_entry(name, model)
+    return model_entry(name, model, gateway_of(request))
 
 
-def model_entry(name: str, model: Model) -> dict[str, Any]:
+def model_entry(name: str, model: Model, gateway: Gateway) -> dict[str, Any]:
     """OpenAI's fields, and what decides where a model can run. Models whose replicas are all down are listed too: a
     client's menu should not flicker with an engine's health, and a request then says 503."""
-    first = model.replicas[0]
+    cards = [state.card for state in map(gateway.fleet.of, model.replicas) if state.card is not None]
+    replicas: list[Any] = [*model.replicas, *cards]  # what the operator wrote counts before what engines say
     return {
         "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "sekisho",
-        "format": first.format,
-        "quantization": first.quantization,
-        "context_length": model.context_length,
-        "capabilities": list(model.capabilities),
+        "format": _first(entry.format for entry in replicas),
+        "quantization": _first(entry.quantization for entry in replicas),
+        "context_length": model.context_length or _first(entry.context_length for entry in replicas),
+        "capabilities": list(model.capabilities or _first(entry.capabilities for entry in replicas) or ()),
     }
+
+
+def _first(values: Iterable[Any]) -> Any:
+    return next((value for value in values if value), None)
 
 
 @router.get("/openapi.json", include_in_schema=False)

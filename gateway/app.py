@@ -29,6 +29,8 @@ import backends
 from gateway import admin, logs
 from gateway.api import create_app
 from gateway.config import Config, ConfigError, Problem, StartupError, TlsConfig, load
+from gateway.discovery import INTERVAL as LOOK_EVERY
+from gateway.discovery import Discovery
 from gateway.edge import Edge, EdgeSettings
 from gateway.embedded import EmbeddedEngines
 from gateway.logs import AccessLog
@@ -60,8 +62,8 @@ def run(config_path: Path, overrides: Mapping[str, object]) -> int:
     sockets = Path(tempfile.mkdtemp(prefix="sekisho-"))  # mode 0700
     try:
         files = Files(config_path, overrides, sockets)
-        snapshot = files.read()
-        config = snapshot.config
+        config = files.read()
+        snapshot = files.compile(config)
         logs.setup(config.logging.level, config.logging.format)
         raise_file_limit()
         listener = listen(config.server.host, config.server.port)
@@ -77,9 +79,12 @@ class Files:
     def __init__(self, path: Path, overrides: Mapping[str, object], sockets: Path) -> None:
         self._path, self._overrides, self._sockets = path, overrides, sockets
 
-    def read(self) -> Snapshot:
+    def read(self) -> Config:
         """Raises: ConfigError."""
-        config = load(self._path, kinds=backends.kinds(), overrides=self._overrides)
+        return load(self._path, kinds=backends.kinds(), overrides=self._overrides)
+
+    def compile(self, config: Config) -> Snapshot:
+        """Raises: ConfigError."""
         snapshot = compile_config(config, backends.load, self._sockets, str(self._path))
         if problems := [Problem(str(self._path), None, *problem) for problem in _unreadable_certificates(snapshot)]:
             raise ConfigError(problems)
@@ -162,6 +167,8 @@ class Application:
         self._gateway = gateway = Gateway(self._first, self._metrics, self._access_log, self._upstream)
         self._engines = EmbeddedEngines(self._engine_failed)
         self._prober = Prober(gateway.fleet)
+        self._config = config  # as the file says; what is served has the discovered models in addition
+        self._discovery = Discovery()
         self._edge = Edge(lambda cycle: serve(gateway, cycle), edge_settings(config))
         self._metrics.add_gauges(lambda: gateway.fleet.gauges(time.monotonic()))
         app = create_app(gateway, version(), [admin.router])
@@ -175,7 +182,9 @@ class Application:
         )  # fmt: skip
         self._adopt(self._first)
         self._install_signals()
-        tasks = [asyncio.create_task(task) for task in (self._prober.run(), self._tick(), self._watch())]
+        tasks = [
+            asyncio.create_task(task) for task in (self._prober.run(), self._tick(), self._watch(), self._discover())
+        ]
         scheme = "https" if config.server.tls else "http"
         log.info("sekisho %s listens on %s://%s:%d", version(), scheme, config.server.host, config.server.port)
         gc.collect()
@@ -189,6 +198,7 @@ class Application:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._engines.close()
             await self._prober.close()
+            await self._discovery.close()
             self._upstream.close()
             self._access_log.close()
         if self._problem is not None:
@@ -203,7 +213,8 @@ class Application:
         """
         async with self._reloading:
             try:
-                snapshot = await asyncio.get_running_loop().run_in_executor(None, self._files.read)
+                config = await asyncio.get_running_loop().run_in_executor(None, self._files.read)
+                snapshot = await self._compiled(await self._discovery.look(config))
             except ConfigError as error:
                 self._metrics.reloads["failure"] += 1
                 log.error("the changed configuration was not loaded, the old one stays: %s", error)
@@ -211,9 +222,27 @@ class Application:
             old = self._gateway.snapshot.config.server
             if (old.host, old.port) != (snapshot.config.server.host, snapshot.config.server.port):
                 log.warning("server.host and server.port change only with a restart")
+            self._config = config
             self._adopt(snapshot)
             self._metrics.reloads["success"] += 1
             log.info("configuration reloaded")
+
+    async def _compiled(self, config: Config) -> Snapshot:
+        return await asyncio.get_running_loop().run_in_executor(None, self._files.compile, config)
+
+    async def _discover(self) -> None:
+        """Looks at once and then now and then; a look that finds nothing new changes nothing."""
+        while True:
+            if self._config.discovery:
+                async with self._reloading:
+                    found = await self._discovery.look(self._config)
+                    if found.models != self._gateway.snapshot.config.models:
+                        try:
+                            self._adopt(await self._compiled(found))
+                            log.info("discovery: %d models are published now", len(found.models))
+                        except ConfigError as error:
+                            log.error("what discovery found cannot be used, the old models stay: %s", error)
+            await asyncio.sleep(LOOK_EVERY)
 
     def _adopt(self, snapshot: Snapshot) -> None:
         replicas = list(snapshot.replicas())

@@ -120,7 +120,7 @@ def _keys_are_unique(raw: bytes, body: JSON) -> bool:
     A key that occurs once as a quoted string anywhere in the body occurs once as a key. Anything less clear is counted
     exactly.
     """
-    if len(raw) <= _EXACT_ABOVE and not _ESCAPED_LETTER.search(raw):
+    if len(raw) <= _EXACT_ABOVE and (b"\\u00" not in raw or not _ESCAPED_LETTER.search(raw)):
         for key in body:
             quoted = _QUOTED.get(key)
             if quoted is None:
@@ -210,18 +210,59 @@ def _check_embeddings(body: JSON) -> None:
     _check_common(body)
 
 
+def _check_rerank(body: JSON) -> None:
+    if not isinstance(body.get("query"), str) or not body["query"]:
+        raise _wrong(body, "query", "a non-empty string")
+    documents = body.get("documents")
+    if not isinstance(documents, list) or not documents or not all(_is_document(one) for one in documents):
+        # Texts only: a link in a document would make the engine fetch it.
+        raise _wrong(body, "documents", "a non-empty array of strings")
+    most = body.get("top_n")
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
+        raise _wrong(body, "top_n", "a whole number of documents")
+    _check_common(body)
+
+
+def _is_document(given: object) -> bool:
+    text = given.get("text") if isinstance(given, dict) and len(given) == 1 else given
+    return isinstance(text, str)
+
+
+def _check_tokenize(body: JSON) -> None:
+    if body.get("messages") is not None:
+        _check_chat(body)
+    elif not isinstance(body.get("prompt"), str | list):
+        raise _wrong(body, "prompt", "a string; or send 'messages'")
+    _check_common(body)
+
+
+def _check_detokenize(body: JSON) -> None:
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in tokens):
+        raise _wrong(body, "tokens", "an array of token numbers")
+    _check_common(body)
+
+
 _CHECKS = {
     Operation.CHAT: _check_chat,
     Operation.COMPLETIONS: _check_completions,
     Operation.EMBEDDINGS: _check_embeddings,
+    Operation.RERANK: _check_rerank,
+    Operation.TOKENIZE: _check_tokenize,
+    Operation.DETOKENIZE: _check_detokenize,
 }
 
 
 def estimate_prompt(operation: Operation, body: Mapping[str, Any]) -> int:
     """Prompt tokens, by rule of thumb: four characters a token, a fixed price for each image or sound."""
-    if operation is Operation.CHAT:
+    if operation is Operation.RERANK:  # the query is read together with each document
+        query = _part_tokens(body["query"])
+        return sum(query + _part_tokens(document) for document in body["documents"])
+    if operation is Operation.DETOKENIZE:
+        return len(body["tokens"])
+    if operation is Operation.CHAT or (operation is Operation.TOKENIZE and body.get("messages") is not None):
         return sum(_TOKENS_PER_MESSAGE + _content_tokens(message.get("content")) for message in body["messages"])
-    prompt = body["prompt" if operation is Operation.COMPLETIONS else "input"]
+    prompt = body["input" if operation is Operation.EMBEDDINGS else "prompt"]
     if isinstance(prompt, str):
         return len(prompt) // _CHARACTERS_PER_TOKEN + 1
     if isinstance(prompt, list):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from gateway.errors import ModelNotFound
-from gateway.types import Model, Principal
+from gateway.errors import ModelNotFound, VariantNotFound
+from gateway.types import Model, Principal, Replica
 
 DEFAULT_TAG = ":latest"
 
@@ -30,19 +31,45 @@ def _listed(model: Model, patterns: tuple[str, ...]) -> bool:
 
 
 def resolve(asked: str, principal: Principal, names: Mapping[str, Model]) -> Model:
-    """The model this caller means.
+    """The model this caller means; for `name@variant` the model with the replicas of that variant only.
 
-    Raises: ModelNotFound, equally for names that do not exist and names the caller may not use.
+    Raises: ModelNotFound, equally for names that do not exist and names the caller may not use; VariantNotFound.
     """
     model = principal.seen.get(asked)
     if model is not None:
         return model
     model = find(asked, names)
+    variant = ""
+    if model is None and "@" in asked:
+        name, _, variant = asked.rpartition("@")
+        model = find(name, names)
     if model is None or not may_use(principal, model):
         raise ModelNotFound(asked)
+    if variant:
+        return _variant(model, variant.lower())
     if asked in names:  # remembers configured names only, so that callers cannot make it grow
         principal.seen[asked] = model
     return model
+
+
+def variants(model: Model) -> list[str]:
+    """What may stand behind the `@`: formats, quantisations and backends of the replicas, each once."""
+    words = (word for replica in model.replicas for word in _words(replica))
+    return list(dict.fromkeys(words))
+
+
+def _variant(model: Model, variant: str) -> Model:
+    chosen = tuple(replica for replica in model.replicas if variant in _words(replica))
+    if not chosen:
+        raise VariantNotFound(model.name, variant, variants(model))
+    # Whoever asks for a variant wants that one: another model would not be it.
+    return replace(model, replicas=chosen, fallbacks=(), format_preference=())
+
+
+def _words(replica: Replica) -> Iterator[str]:
+    for word in (replica.format, replica.quantization, replica.backend.kind):
+        if word and " " not in word:
+            yield word.lower()
 
 
 def visible(principal: Principal, models: Mapping[str, Model]) -> Iterator[tuple[str, Model]]:

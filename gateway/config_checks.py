@@ -117,12 +117,13 @@ def _backends(config: Config, kinds: Collection[str], show: Show) -> Iterator[Fi
         (("models", i, "replicas", j), replica.backend)
         for i, model in enumerate(config.models)
         for j, replica in enumerate(model.replicas)
+        if replica.path is None or replica.backend is not None  # the format of a file tells its engine later on
     ]
     found = [(("discovery", i), one.backend) for i, one in enumerate(config.discovery) if one.url is not None]
     for base, backend in [*replicas, *found]:
         path: KeyPath = (*base, "backend")
         if backend is None:
-            yield Finding(path, "no `backend`, and the file's name does not tell it", choice)
+            yield Finding(path, "no `backend`", choice)
         elif backend not in kinds:
             hint = nearest(backend.replace("-", "_"), kinds) or choice
             yield Finding(path, f"unknown backend {show(path, backend)}", hint)

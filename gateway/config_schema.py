@@ -504,6 +504,12 @@ class DiscoveryConfig(EngineAccess):
     name_prefix: str = Field("", max_length=100, description="Put before every name found. Default none.")
     allow: tuple[Glob, ...] = Field(("*",), description='Names to publish, before the prefix, as globs. Default ["*"].')
     deny: tuple[Glob, ...] = Field((), description="Names not to publish, stronger than `allow`. Default none.")
+    join: bool = Field(
+        False,
+        description=(
+            "Add what is found to the model that already has its name, as one more replica. Default false: no."
+        ),
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

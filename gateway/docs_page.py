@@ -50,6 +50,14 @@ _OPERATIONS: tuple[tuple[str, str, dict[str, Any], list[str]], ...] = (
         {"input": _TEXTS, "encoding_format": {"enum": ["float", "base64", None]}},
         ["input"],
     ),
+    (
+        "/v1/rerank",
+        "Sort documents by what they say about a query",
+        {"query": {"type": "string"}, "documents": {"type": "array", "minItems": 1}, "top_n": {"type": "integer"}},
+        ["query", "documents"],
+    ),
+    ("/v1/tokenize", "Count a text's tokens", {"prompt": _TEXTS, "messages": _MESSAGES}, []),
+    ("/v1/detokenize", "Tokens back to text", {"tokens": {"type": "array", "items": {"type": "integer"}}}, ["tokens"]),
 )
 
 

@@ -27,6 +27,9 @@ HOT_ROUTES = {
     b"/v1/chat/completions": Operation.CHAT,
     b"/v1/completions": Operation.COMPLETIONS,
     b"/v1/embeddings": Operation.EMBEDDINGS,
+    b"/v1/rerank": Operation.RERANK,
+    b"/v1/tokenize": Operation.TOKENIZE,
+    b"/v1/detokenize": Operation.DETOKENIZE,
 }
 LINGER = 2.0  # seconds a refused body is still read and thrown away, so that the client gets to see the answer
 MOST_PIPELINED = 32  # requests read ahead on one connection

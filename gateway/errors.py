@@ -9,7 +9,8 @@
     ├── AuthError 401
     ├── Forbidden 403
     ├── NotFound 404
-    │   └── ModelNotFound
+    │   ├── ModelNotFound
+    │   └── VariantNotFound
     ├── MethodNotAllowed 405
     ├── RequestTimeout 408
     ├── RateLimited 429
@@ -30,6 +31,7 @@ Messages say what to do next. They never hold a key, an address or a trace.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import orjson
 
@@ -114,6 +116,15 @@ class ModelNotFound(NotFound):
     def __init__(self, name: str) -> None:
         shown = name if len(name) <= 120 else name[:120] + "..."
         super().__init__(f"The model '{shown}' does not exist or you do not have access to it.", param="model")
+
+
+class VariantNotFound(NotFound):
+    code = "variant_not_found"
+
+    def __init__(self, name: str, variant: str, known: Iterable[str]) -> None:
+        super().__init__(
+            f"The model '{name}' has no variant '{variant[:60]}'. It has: {', '.join(known) or 'none'}.", param="model"
+        )
 
 
 class MethodNotAllowed(GatewayError):

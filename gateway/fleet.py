@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from prometheus_client.core import Metric
 
-from backends.base import EngineLoad
+from backends.base import EngineLoad, ModelCard
 from gateway.metrics import gauge
 from gateway.types import Replica
 
@@ -31,7 +31,8 @@ class ReplicaState:
     """One replica as routing sees it. Times are seconds of a steady clock."""
 
     __slots__ = (
-        "detail", "draining", "failed_probes", "failures", "health", "inflight", "load", "load_read_at", "pause",
+        "card", "detail",
+        "draining", "failed_probes", "failures", "health", "inflight", "load", "load_read_at", "pause",
         "paused_until", "replica", "trying", "ttft",
     )  # fmt: skip
 
@@ -39,6 +40,7 @@ class ReplicaState:
         self.replica = replica
         self.inflight = 0  # our own open requests, exact
         self.health = Health.UNKNOWN
+        self.card: ModelCard | None = None  # what the engine says of the model, once it has been asked
         self.detail = ""  # why it is not up, for operators
         self.failed_probes = 0
         self.failures = 0  # in a row, of real requests

@@ -19,15 +19,27 @@ SLICES = 60
 class Window:
     """What was spent of one limit in the last `limit.seconds`."""
 
-    __slots__ = ("_newest", "_slices", "_width", "last", "limit", "used")
+    __slots__ = ("_head", "_limit", "_newest", "_slices", "_width", "last", "used")
 
     def __init__(self, limit: Limit) -> None:
-        self.limit = limit
         self._width = limit.seconds / SLICES
         self._slices = [0] * (SLICES + 1)
         self.last = 0  # number of the current slice
         self._newest = 0  # number of the last slice in which something was spent
         self.used = 0
+        self.limit = limit
+
+    @property
+    def limit(self) -> Limit:
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: Limit) -> None:
+        self._limit = limit
+        unit = limit.unit.encode()
+        self._head = b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%b\r\n" % (
+            unit, limit.count, unit, unit,
+        )  # fmt: skip
 
     def advance(self, now: float) -> None:
         """Forgets slices that have left the window at `now` (seconds of any steady clock)."""
@@ -43,30 +55,31 @@ class Window:
         self.last = current
 
     def has_room(self, cost: int, now: float) -> bool:
-        current = int(now / self._width)
-        if current > self.last:
+        if int(now / self._width) > self.last:
             self.advance(now)
-        return self.used + cost <= self.limit.count
+        return self.used + cost <= self._limit.count
 
-    def add(self, cost: int) -> int:
-        """Spends `cost` now; returns the slice it was booked in, for `correct`."""
+    def add(self, cost: int) -> None:
+        """Spends `cost` at the time of the last `has_room` or `advance`."""
         self._slices[self.last % (SLICES + 1)] += cost
         self.used += cost
         self._newest = self.last
-        return self.last
 
-    def correct(self, booked_in: int, difference: int) -> None:
-        """Adds a difference to what was booked in a slice, unless that slice has left the window since."""
-        if self.last - booked_in < len(self._slices):
-            self._slices[booked_in % len(self._slices)] += difference
+    def correct(self, booked_at: float, difference: int, now: float) -> None:
+        """Adds a difference to what was spent at `booked_at`, unless that has left the window since."""
+        if int(now / self._width) > self.last:
+            self.advance(now)
+        booked_in = int(booked_at / self._width)
+        if self.last - booked_in <= SLICES:
+            self._slices[booked_in % (SLICES + 1)] += difference
             self.used += difference
 
     def remaining(self) -> int:
-        return max(0, self.limit.count - self.used)
+        return max(0, self._limit.count - self.used)
 
     def wait(self, cost: int, now: float) -> float:
         """Seconds until `cost` fits. The whole window when it never will."""
-        missing = self.used + min(cost, self.limit.count) - self.limit.count
+        missing = self.used + min(cost, self._limit.count) - self._limit.count
         if missing <= 0:
             return 0.0
         size = len(self._slices)
@@ -74,11 +87,15 @@ class Window:
             missing -= self._slices[number % size]
             if missing <= 0:
                 return max(0.0, (number + size) * self._width - now)
-        return float(self.limit.seconds)
+        return float(self._limit.seconds)
 
     def reset(self, now: float) -> float:
         """Seconds until nothing of what was spent counts any more."""
         return max(0.0, (self._newest + SLICES + 1) * self._width - now) if self.used else 0.0
+
+    def headers(self, now: float) -> bytes:
+        """Its `x-ratelimit-*` lines."""
+        return self._head % (self.remaining(), duration(self.reset(now)))
 
 
 class Place:
@@ -103,11 +120,11 @@ class Account:
 class Lease:
     """What one request holds. `settle` books its true tokens; `close` gives the rest back, however it ended."""
 
-    __slots__ = ("_account", "_booked_in", "_reserved", "_settled")
+    __slots__ = ("_account", "_booked_at", "_reserved", "_settled")
 
     def __init__(self, account: Account) -> None:
         self._account = account
-        self._booked_in: list[int] | None = None
+        self._booked_at = -1.0  # when tokens were reserved; negative = never
         self._reserved = 0
         self._settled = False
 
@@ -120,18 +137,18 @@ class Lease:
         for window in windows:
             if not window.has_room(tokens, now):
                 raise _refusal(window, tokens, now)
-        self._reserved = tokens
-        self._booked_in = [window.add(tokens) for window in windows]
+        for window in windows:
+            window.add(tokens)
+        self._reserved, self._booked_at = tokens, now
 
     def settle(self, tokens: int, now: float) -> None:
         """Replaces what was reserved by what was used. Only the first call counts."""
         if self._settled:
             return
         self._settled = True
-        if self._booked_in:
-            for window, booked_in in zip(self._account.tokens, self._booked_in, strict=True):
-                window.advance(now)
-                window.correct(booked_in, tokens - self._reserved)
+        if self._booked_at >= 0:
+            for window in self._account.tokens:
+                window.correct(self._booked_at, tokens - self._reserved, now)
 
     def close(self, now: float) -> None:
         self.settle(0, now)
@@ -141,8 +158,7 @@ class Lease:
     def headers(self, now: float) -> bytes:
         """`x-ratelimit-*` lines as OpenAI writes them, for the tightest limit of each unit."""
         account = self._account
-        lines = _lines(b"requests", account.requests, now) if account.requests else b""
-        return lines + _lines(b"tokens", account.tokens, now) if self._booked_in else lines
+        return _lines(account.requests, account.tokens if self._booked_at >= 0 else [], now)
 
 
 class Limiter:
@@ -182,8 +198,7 @@ class Limiter:
             return b""
         for window in (*account.requests, *account.tokens):
             window.advance(now)
-        lines = _lines(b"requests", account.requests, now) if account.requests else b""
-        return lines + _lines(b"tokens", account.tokens, now) if account.tokens else lines
+        return _lines(account.requests, account.tokens, now)
 
     def forget_accounts(self) -> None:
         """After a reload: limits are looked up again by name, with what was spent under it."""
@@ -219,11 +234,13 @@ class Limiter:
         return window
 
 
-def _lines(unit: bytes, windows: list[Window], now: float) -> bytes:
-    tightest = windows[0] if len(windows) == 1 else min(windows, key=Window.remaining)
-    return b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %d\r\nx-ratelimit-reset-%b: %b\r\n" % (
-        unit, tightest.limit.count, unit, tightest.remaining(), unit, duration(tightest.reset(now)),
-    )  # fmt: skip
+def _lines(requests: list[Window], tokens: list[Window], now: float) -> bytes:
+    lines = b""
+    for windows in (requests, tokens):
+        if windows:
+            tightest = windows[0] if len(windows) == 1 else min(windows, key=Window.remaining)
+            lines += tightest.headers(now)
+    return lines
 
 
 def duration(seconds: float) -> bytes:

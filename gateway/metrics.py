@@ -81,6 +81,7 @@ class Metrics:
         self._overhead = {"request": Histogram(_OVERHEAD), "response": Histogram(_OVERHEAD)}
         self.rejected: dict[tuple[str, str], int] = defaultdict(int)
         self.failures: dict[tuple[str, str], int] = defaultdict(int)
+        self.cut_prompts: dict[tuple[str], int] = defaultdict(int)
         self.reloads = {"success": 0, "failure": 0}
         self.retries = 0
         self._version = version
@@ -135,6 +136,9 @@ class Metrics:
         yield from self._histograms()
         yield _counter("rejected", "Requests refused before an engine was asked", ("tenant", "reason"), self.rejected)
         yield _counter("upstream_failures", "Attempts that failed at an engine", ("replica", "kind"), self.failures)
+        yield _counter(
+            "suspected_prompt_cuts", "Answers to less than half of the prompt", ("replica",), self.cut_prompts
+        )
         yield _counter("retries", "Attempts beyond the first", (), {(): self.retries})
         reloads = {(result,): count for result, count in self.reloads.items()}
         yield _counter("config_reloads", "Attempts to load a changed configuration", ("result",), reloads)

@@ -8,12 +8,15 @@ import time
 from collections.abc import Iterator, Sequence
 from random import getrandbits
 
+import orjson
+
 from backends.failures import Failure, FailureKind
 from gateway.answers import Answer, read_answer
 from gateway.auth import authenticate
 from gateway.call import Call, parse_call
 from gateway.catalog import find, may_use, resolve
 from gateway.cycle import HotCycle
+from gateway.dialect_tap import FixingTap
 from gateway.errors import (
     ClientGone,
     EngineBusy,
@@ -21,10 +24,12 @@ from gateway.errors import (
     Internal,
     NoReplica,
     ShuttingDown,
+    UnsupportedOperation,
     UpstreamBroken,
     UpstreamError,
     from_failure,
 )
+from gateway.fit import looks_cut, too_long
 from gateway.fleet import LoadTable, ReplicaState
 from gateway.limits import Lease, Limiter
 from gateway.logs import AccessLog
@@ -137,13 +142,20 @@ async def _forward(gateway: Gateway, now: Snapshot, call: Call, cycle: HotCycle,
     last: GatewayError | None = None
     for model in _chain(now, outcome):
         tried: list[str] = []
-        while len(tried) < MOST_ATTEMPTS:
+        attempts = 0
+        while attempts < MOST_ATTEMPTS:
             try:
                 state = gateway.choose(model, call, tried)
             except NoReplica as error:
-                last = last or error
+                last = last or _unfit_for_all(model, call) or error
                 break
-            tried.append(state.replica.id)
+            replica = state.replica
+            tried.append(replica.id)
+            if replica.backend.refuse(call.operation, call.body) is not None or (
+                replica.backend.cuts_prompts and _unfit(replica, call) is not None
+            ):
+                continue  # another one may be able to
+            attempts += 1
             outcome.attempts += 1
             attempt = _Attempt(gateway, call, cycle, outcome, state)
             try:
@@ -155,6 +167,25 @@ async def _forward(gateway: Gateway, now: Snapshot, call: Call, cycle: HotCycle,
                     raise
                 last = error
     raise last or NoReplica("No replica of this model is available at the moment.", retry_after=5)
+
+
+def _unfit(replica: Replica, call: Call) -> GatewayError | None:
+    """Why this replica's engine could not honour the request."""
+    backend = replica.backend
+    unsupported = backend.refuse(call.operation, call.body)
+    if unsupported is not None:
+        message = f"'{unsupported.field}' cannot be used with this model: its engine is {backend.kind}, and"
+        return UnsupportedOperation(f"{message} {unsupported.why}.", param=unsupported.field)
+    if backend.cuts_prompts and replica.context_length is not None:
+        return too_long(call, replica.context_length)
+    return None
+
+
+def _unfit_for_all(model: Model, call: Call) -> GatewayError | None:
+    """The refusal, unless a replica that is away at the moment could serve the request."""
+    able = [replica for replica in model.replicas if call.operation in replica.backend.paths]
+    reasons = [_unfit(replica, call) for replica in able]
+    return reasons[0] if reasons and None not in reasons else None
 
 
 def _chain(now: Snapshot, outcome: Outcome) -> Iterator[Model]:
@@ -210,6 +241,12 @@ class _Attempt:
             if reply is not None:
                 reply.close()
         outcome.status = 200
+        if replica.backend.cuts_prompts and outcome.usage is not None and looks_cut(call, outcome.usage):
+            self._gateway.metrics.cut_prompts[replica.id,] += 1
+            log.warning(
+                "replica %s counted %d prompt tokens where about %d were sent: its context window may be too small",
+                replica.id, outcome.usage.prompt, call.prompt_tokens,
+            )  # fmt: skip
         state.succeeded(outcome.first_token - outcome.sent if outcome.first_token else None)
 
     async def _answer(self, reply: Reply) -> None:
@@ -217,21 +254,28 @@ class _Attempt:
         outcome = self._outcome
         outcome.upstream_ended = time.monotonic()
         if len(body) > PARSE_IN_THREAD_ABOVE:
-            answer: Answer = await asyncio.get_running_loop().run_in_executor(None, read_answer, self.call, body)
+            answer: Answer = await asyncio.get_running_loop().run_in_executor(
+                None, read_answer, self.call, body, self.state.replica.backend
+            )
         else:
-            answer = read_answer(self.call, body)
+            answer = read_answer(self.call, body, self.state.replica.backend)
         if answer.failure is not None:
             raise from_failure(answer.failure)
         outcome.usage = answer.usage or self._estimate(len(body) // 4 if self.call.operation.generates else 0)
         self._cycle.answer(200, answer.body)
 
     async def _relay(self, reply: Reply) -> None:
-        if not reply.headers.get(b"content-type", b"").lower().startswith(b"text/event-stream"):
+        call, backend = self.call, self.state.replica.backend
+        if not reply.headers.get(b"content-type", b"").lower().startswith(backend.stream_type):
             raise await _not_a_stream(reply)
         cycle, outcome = self._cycle, self._outcome
-        self.tap = tap = StreamTap(
-            self.call.model, strip_usage=not self.call.wants_usage, max_event=self._gateway.snapshot.max_event
-        )
+        fixer = backend.stream_fixer(call.operation) if call.operation in backend.fixes else None
+        strip, most = not call.wants_usage, self._gateway.snapshot.max_event
+        if fixer is None:
+            tap = StreamTap(call.model, strip_usage=strip, max_event=most)
+        else:
+            tap = FixingTap(backend, fixer, call.model, strip_usage=strip, max_event=most)
+        self.tap = tap
         self._reply = reply
         cycle.attach(reply.pause, reply.resume)
         try:
@@ -294,7 +338,12 @@ class _Attempt:
 
 def request_bytes(replica: Replica, call: Call, cycle: HotCycle, tenant: str) -> bytes:
     """Head and body for an engine. Nothing of the client's head goes along but its trace context and request id."""
-    body = call.for_engine(replica.upstream_model, replica.backend.edits(call.operation, call.body))
+    backend = replica.backend
+    if backend.translates:
+        asked = backend.translate(call.operation, call.body, replica.context_length)
+        body = orjson.dumps({"model": replica.upstream_model, **asked})
+    else:
+        body = call.for_engine(replica.upstream_model, backend.edits(call.operation, call.body))
     more = b""
     for name in (b"traceparent", b"tracestate"):
         if name in cycle.headers:

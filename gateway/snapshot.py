@@ -12,10 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
-from backends.base import Backend
+from backends.base import Backend, ModelFormat
+from backends.formats import Level, UnreadableModel, inspect, support
 from gateway.config import (
     Config,
     ConfigError,
+    EngineAccess,
     KeyConfig,
     LimitsConfig,
     ModelConfig,
@@ -27,6 +29,8 @@ from gateway.routing import POLICIES
 from gateway.types import EmbeddedModel, Endpoint, Limit, Limits, Model, Principal, Replica, Tenant, Timeouts
 
 Network = IPv4Network | IPv6Network
+EMBEDDED = "llamacpp"
+LONGEST_CONTEXT = 8192  # tokens an embedded sequence gets when nobody asked: memory grows with it
 DEFAULT_COMPLETION = 512  # tokens reserved for an answer when neither request nor model sets a limit
 
 _HEAD = (
@@ -94,15 +98,13 @@ def _not_offered(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "auth.jwt", *remove
     if config.state.redis is not None:
         yield "state.redis", *remove
-    if config.discovery:
-        yield "discovery", *remove
     if config.server.cors_origins:
         yield "server.cors_origins", *remove
     if config.logging.content != "none":
         yield "logging.content", "this version never logs content", "write none"
     for model in config.models:
         for replica in model.replicas:
-            if replica.path is not None and replica.backend != "llamacpp":
+            if replica.path is not None and replica.backend not in (None, EMBEDDED):
                 yield f"models.{model.name}.replicas", f"{replica.backend} cannot be embedded", "write url, or llamacpp"
         if model.policy not in POLICIES:
             yield f"models.{model.name}.policy", *(remove[0], f"write one of {', '.join(POLICIES)}")
@@ -110,7 +112,7 @@ def _not_offered(config: Config) -> Iterator[tuple[str, str, str]]:
 
 # --- models and replicas
 def _model(entry: ModelConfig, load: Callable[[str], Backend], sockets: Path, now: int) -> Model:
-    replicas = tuple(_replica(entry, replica, load, sockets) for replica in entry.replicas)
+    replicas = tuple(_replica(entry, _with_file_facts(entry, replica), load, sockets) for replica in entry.replicas)
     return Model(
         name=entry.name,
         aliases=tuple(entry.aliases),
@@ -127,6 +129,33 @@ def _model(entry: ModelConfig, load: Callable[[str], Backend], sockets: Path, no
     )
 
 
+def _with_file_facts(entry: ModelConfig, given: ReplicaConfig) -> ReplicaConfig:
+    """What the file's header says, for all that the operator has not. Raises: ConfigError when it cannot be loaded."""
+    if given.path is None:
+        return given
+    try:
+        file = inspect(given.path)
+    except UnreadableModel as error:
+        raise _cannot_load(entry, given, error.reason) from None
+    if file.format is not ModelFormat.GGUF or file.problems:
+        engines = sorted(name for name, how in support(file).items() if how.level is not Level.NO and name != EMBEDDED)
+        hint = f"serve it with {', '.join(engines)} and write its url" if engines else "no engine here loads it"
+        what = "; ".join(file.problems) or f"the embedded engine does not load {file.format or 'unknown'} models"
+        raise _cannot_load(entry, given, what, hint)
+    return given.model_copy(
+        update={
+            "backend": EMBEDDED,
+            "format": given.format or str(file.format),
+            "quantization": given.quantization or file.quantisation,
+            "context_length": given.context_length or min(file.context_length or LONGEST_CONTEXT, LONGEST_CONTEXT),
+        }
+    )
+
+
+def _cannot_load(entry: ModelConfig, given: ReplicaConfig, what: str, hint: str = "name a GGUF file") -> ConfigError:
+    return ConfigError([Problem("", None, f"models.{entry.name}.replicas", f"{given.path}: {what}", hint)])
+
+
 def _replica(entry: ModelConfig, given: ReplicaConfig, load: Callable[[str], Backend], sockets: Path) -> Replica:
     backend = load(given.backend or "llamacpp")
     embedded = _embedded(entry, given) if given.path is not None else None
@@ -136,7 +165,7 @@ def _replica(entry: ModelConfig, given: ReplicaConfig, load: Callable[[str], Bac
         endpoint, prefix = Endpoint("localhost", 80, unix=str(sockets / f"{identity}.sock")), ""
     else:
         identity = hashlib.sha256(f"{given.url} {upstream_model}".encode()).hexdigest()[:8]
-        endpoint, prefix = _endpoint(given)
+        endpoint, prefix = engine_endpoint(given)
     api_key = given.api_key.get_secret_value() if given.api_key is not None else None
     formats = [str(name) for name in backend.formats]
     return Replica(
@@ -150,7 +179,9 @@ def _replica(entry: ModelConfig, given: ReplicaConfig, load: Callable[[str], Bac
         heads={operation: _head(endpoint, prefix + path, api_key) for operation, path in backend.paths.items()},
         format=given.format or (formats[0] if len(formats) == 1 else None),
         quantization=given.quantization,
-        context_length=given.context_length,
+        # An engine whose window is set with each request gets the model's where the replica has none of its own.
+        context_length=given.context_length or (entry.context_length if backend.translates else None),
+        capabilities=tuple(given.capabilities),
         max_inflight=given.max_inflight or (given.parallel + entry.queue.max_waiting if embedded else None),
         weight=given.weight,
         api_key=api_key,
@@ -171,7 +202,7 @@ def _embedded(entry: ModelConfig, given: ReplicaConfig) -> EmbeddedModel:
     )
 
 
-def _endpoint(given: ReplicaConfig) -> tuple[Endpoint, str]:
+def engine_endpoint(given: EngineAccess) -> tuple[Endpoint, str]:
     """Where an engine's URL leads, and the path in front of its routes. The URL has been checked when it was read."""
     url = str(given.url)
     if url.startswith("unix:"):

@@ -268,6 +268,8 @@ def read_usage(usage: Any) -> Usage | None:
     if "prompt_tokens" not in usage and "completion_tokens" not in usage:
         return None
     prompt, completion = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
+    if not prompt and not completion:
+        return None  # nothing was counted: some engines write zeros into every chunk until the last
     cached = usage.get("prompt_tokens_details")
     details = usage.get("completion_tokens_details")
     reasoning = details.get("reasoning_tokens") if isinstance(details, dict) else usage.get("reasoning_tokens")

@@ -67,6 +67,7 @@ class Replica:
     format: str | None = None
     quantization: str | None = None
     context_length: int | None = None  # tokens
+    capabilities: tuple[str, ...] = ()
     max_inflight: int | None = None
     weight: float = 1.0
     api_key: str | None = field(default=None, repr=False)

@@ -11,7 +11,6 @@ what compression may blow up to are bounded.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
 import time
 import zlib
@@ -466,24 +465,25 @@ class Upstream:
         pool = self._pools.get(endpoint)
         if pool is None:
             pool = self._pools[endpoint] = Pool(endpoint, self._loop)
-        if (connection := pool.take()) is not None:
-            with contextlib.suppress(_Unanswered):
-                return await self._exchange(connection, timeouts, request, record)
-        return await self._exchange(await pool.connect(timeouts.connect), timeouts, request, record)
-
-    async def _exchange(self, connection: Connection, timeouts: Timeouts, request: bytes, record: Record) -> Reply:
-        record.sent = time.monotonic()
-        reply = Reply(connection, timeouts, self._loop.time(), self.max_response, self._replies)
-        try:
+        connection = pool.take()
+        kept = connection is not None
+        while True:
+            if connection is None:
+                connection = await pool.connect(timeouts.connect)
+            record.sent = time.monotonic()
+            reply = Reply(connection, timeouts, self._loop.time(), self.max_response, self._replies)
             connection.send(reply, request)
-            await reply.started()
-        except BaseException:
+            try:
+                await reply.started()
+            except BaseException:
+                reply.close()
+                raise
+            if reply.status or reply.error is None:
+                return reply
             reply.close()
-            raise
-        if not reply.status and reply.error is not None:
-            reply.close()
-            raise reply.error
-        return reply
+            if not (kept and isinstance(reply.error, _Unanswered)):
+                raise reply.error
+            connection, kept = None, False
 
     def sweep(self) -> None:
         """Called every TICK: enforces time limits and lets go of connections that were kept for long."""

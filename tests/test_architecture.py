@@ -21,9 +21,10 @@ RANKS: dict[str, int] = {
     for rank, names in enumerate((
         "units keys",
         "types errors config config_checks config_load config_schema config_shape config_values config_yaml",
-        "call jsonscan answers auth catalog limits media outcome routing sse usage metrics logs",  # no network
+        "call jsonscan answers auth catalog limits media outcome routing sse usage metrics logs"  # no network
+        " dialect_tap fit",
         "snapshot fleet",  # state, one writer each
-        "cycle edge upstream probe embedded limits_redis",  # all network I/O
+        "cycle edge upstream engine_client probe discovery embedded limits_redis",  # all network I/O
         "pipeline",
         "api admin docs_page scan",
         "app",
@@ -34,14 +35,16 @@ RANKS: dict[str, int] = {
 STATE_RANK = RANKS["snapshot"]
 
 # Helpers that the adapters share. Every other module in backends/ is one engine and knows nothing of the others.
-BACKEND_RANKS = {"failures": 0, "promtext": 0, "base": 1, "formats": 1}
+BACKEND_RANKS = {"failures": 0, "promtext": 0, "base": 1, "formats": 1, "shaping": 1}
 ENGINE_RANK = 2
 
 # The one way to an engine over the network, and who may use an HTTP client off the hot path, with the reason.
 ENGINE_CONNECTIONS = {"gateway.upstream"}
 CONNECTING_CALLS = {"create_connection", "create_unix_connection", "open_connection", "open_unix_connection"}
 HTTPX_USERS = {
-    "gateway.probe": "health, models and load of engines",
+    "gateway.engine_client": "GET requests of probes and discovery",
+    "gateway.probe": "its errors",
+    "gateway.discovery": "its errors",
     "gateway.__main__": "the command line, talking to a running gateway",
 }
 OTHER_CLIENTS = {"aiohttp", "requests", "urllib3", "http.client", "urllib.request", "httpcore"}
@@ -49,7 +52,9 @@ EMBEDDED_ENGINE_USERS = {"gateway.embedded"}
 
 NETWORK = {"socket", "ssl", "selectors", "socketserver", "redis", "httpx", "uvicorn", "fastapi", "starlette"}
 CLOCK_AND_CHANCE = {"time", "random"}
-DECIDERS = {f"gateway.{name}" for name in "call jsonscan answers auth catalog limits media routing sse".split()}
+DECIDERS = {
+    f"gateway.{name}" for name in "call jsonscan answers auth catalog limits media routing sse dialect_tap fit".split()
+}
 
 
 def modules(package: str) -> dict[str, Path]:

@@ -5,11 +5,12 @@ Only the adapter lives in this file, and it imports nothing heavy: the gateway l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import orjson
 
-from backends.base import EngineLoad, ModelFormat, OpenAICompatible, Probes
+from backends.base import EngineLoad, ModelFormat, OpenAICompatible, Operation, Probes
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,13 @@ class LlamaCpp(OpenAICompatible):
 
     kind: str = "llamacpp"
     formats: frozenset[ModelFormat] = frozenset({ModelFormat.GGUF})
+    paths: Mapping[Operation, str] = field(
+        default_factory=lambda: {
+            Operation.CHAT: "/v1/chat/completions",
+            Operation.COMPLETIONS: "/v1/completions",
+            Operation.EMBEDDINGS: "/v1/embeddings",
+        }
+    )
     probes: Probes = Probes(health="/health", load="/load")
 
     def read_load(self, body: bytes) -> EngineLoad:

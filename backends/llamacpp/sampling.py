@@ -19,6 +19,8 @@ _SHORTHAND = re.compile(r"\\[bBdDsSwW]")  # escapes the grammar language does no
 _REPEAT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 _MAX_REPEAT = 1000  # the converter writes repetitions out
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
+# The converter writes characters beyond U+FFFF as JSON does, in two halves; to llama.cpp these are two characters.
+_HALVES = re.compile(r"(?<!\\)((?:\\\\)*)\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})", re.IGNORECASE)
 # The converter lets control characters stand bare inside strings, which is not JSON.
 _LOOSE_CHAR, _JSON_CHAR = 'char ::= [^"\\\\] |', 'char ::= [^"\\\\\\x7F\\x00-\\x1F] |'
 
@@ -45,7 +47,12 @@ def _compile(text: str) -> str:
         raise
     except Exception as error:  # the converter asserts; what it raises is not documented
         raise _refused(str(error) or type(error).__name__) from None
-    return grammar.replace(_LOOSE_CHAR, _JSON_CHAR)
+    return _HALVES.sub(_joined, grammar.replace(_LOOSE_CHAR, _JSON_CHAR))
+
+
+def _joined(halves: re.Match[str]) -> str:
+    high, low = int(halves[2], 16), int(halves[3], 16)
+    return f"{halves[1]}\\U{0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00):08X}"
 
 
 def _check(schema: Any) -> None:

@@ -83,6 +83,9 @@ BODIES: dict[Operation, dict[str, Any]] = {
     },
     Operation.COMPLETIONS: {"model": "m", "prompt": "x", "max_tokens": 5, "future_field": None},
     Operation.EMBEDDINGS: {"model": "m", "input": ["x"], "encoding_format": "base64", "dimensions": 8},
+    Operation.RERANK: {"model": "m", "query": "x", "documents": ["a", {"text": "b"}], "top_n": 1},
+    Operation.TOKENIZE: {"model": "m", "prompt": "x", "add_special_tokens": False},
+    Operation.DETOKENIZE: {"model": "m", "tokens": [1, 2]},
 }  # fmt: skip
 
 
@@ -96,7 +99,8 @@ def test_edits_are_top_level_values_and_leave_the_request_alone(backend: Backend
     edits = backend.edits(operation, body)
     assert isinstance(edits, Mapping) and json.dumps(body) == before
     assert all(isinstance(key, str) and key for key in edits) and not {"model", "stream"} & set(edits)
-    assert "include_usage" not in str(edits.get("stream_options", ""))
+    if body.get("stream"):
+        assert "include_usage" not in str(edits.get("stream_options", ""))
     json.dumps({key: value for key, value in edits.items() if value is not REMOVE})
     assert backend.edits(operation, body) == edits
 
@@ -107,10 +111,66 @@ def test_edits_survive_fields_of_any_type(backend: Backend, operation: Operation
     """Only the fields the gateway has checked are what they should be."""
     if operation not in backend.paths:
         pytest.skip("not an operation of this engine")
-    checked = {"model", "messages", "prompt", "input", "stream", "max_tokens", "max_completion_tokens", "n"}
+    checked = {"model", "messages", "prompt", "input", "stream", "max_tokens", "max_completion_tokens", "n", "query",
+               "documents", "top_n", "tokens"}  # fmt: skip
     extra = ("temperature", "top_p", "seed", "user", "tool_choice", "logit_bias", "reasoning_effort", "options")
     body = {key: value if key in checked else odd for key, value in BODIES[operation].items()}
     backend.edits(operation, body | dict.fromkeys(extra, odd))
+    backend.refuse(operation, body | dict.fromkeys(extra, odd))
+    for name in ("response_format", "tools", "logprobs", "options", "stop", "format", "chat_template_kwargs", "suffix"):
+        given = BODIES[operation] | {name: odd, "stream": False}
+        backend.edits(operation, given)
+        if backend.refuse(operation, given) is None and backend.translates:
+            backend.translate(operation, given, 4096)
+
+
+ODD_MESSAGES: list[Any] = [
+    {}, {"role": None}, {"role": "user", "content": None}, {"role": "user", "content": [None]},
+    {"role": "user", "content": [{"type": "image_url"}]}, {"role": "user", "content": [{"type": "text", "text": None}]},
+    {"role": "assistant", "tool_calls": [None]}, {"role": "assistant", "tool_calls": [{"function": {}}]},
+    {"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": 5, "arguments": "{"}}]},
+    {"role": "tool", "tool_call_id": [], "content": "x"}, {"role": 5, "content": 5}, {"content": {}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", ODD_MESSAGES, ids=str)
+def test_messages_of_any_kind_are_refused_or_said(backend: Backend, message: dict[str, Any]) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}, message]}
+    if Operation.CHAT in backend.paths and backend.refuse(Operation.CHAT, body) is None:
+        backend.edits(Operation.CHAT, body)
+        if backend.translates:
+            json.dumps(backend.translate(Operation.CHAT, body, None))
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 9) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2)
+    | st.dictionaries(
+        st.sampled_from("choices delta tool_calls index id function name usage message content done error response"
+                        " tokens results embeddings role score prompt_eval_count created_at".split()),
+        inner, max_size=4,
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@DIFFERENT
+@given(answer=JSON_VALUES)
+def test_answers_of_any_kind_are_fixed_or_left(backend: Backend, answer: Any) -> None:
+    """What an engine sends must never be an exception of the gateway's."""
+    for operation in backend.fixes:
+        backend.fix_answer(operation, json.loads(json.dumps(answer)), BODIES[operation])
+        fixer = backend.stream_fixer(operation)
+        if fixer is not None and isinstance(answer, dict):
+            for chunk in fixer.fix(json.loads(json.dumps(answer))):
+                json.dumps(chunk)
+
+
+def test_fixes_are_of_operations_it_has(backend: Backend) -> None:
+    assert backend.fixes <= set(backend.paths) and isinstance(backend.capabilities, frozenset)
+    for operation in backend.fixes:
+        assert operation.generates or backend.stream_fixer(operation) is None or backend.translates
+    assert backend.stream_type in (b"text/event-stream", b"application/x-ndjson")
 
 
 # --- readiness
@@ -181,6 +241,19 @@ LOADS: dict[str, tuple[bytes, EngineLoad, bytes]] = {
         EngineLoad(2, 1, 0.5),
         b"llamacpp:n_decode_total 500\n",
     ),
+    "sglang": (
+        b'{"timestamp":"x","version":"0.5","loads":[{"dp_rank":0,"num_running_reqs":3,"num_waiting_reqs":2,'
+        b'"token_usage":0.25},{"dp_rank":1,"num_running_reqs":4,"num_waiting_reqs":0,"token_usage":0.75}]}',
+        EngineLoad(7, 2, 0.5),
+        b'{"loads":[{"dp_rank":0}]}',
+    ),
+    "tensorrt_llm": (
+        b'trtllm_num_requests_running{model_name="m",engine_type="pytorch"} 3.0\n'
+        b'trtllm_num_requests_waiting{model_name="m",engine_type="pytorch"} 2.0\n'
+        b'trtllm_kv_cache_utilization{model_name="m",engine_type="pytorch"} 0.5\n',
+        EngineLoad(3, 2, 0.5),
+        b"trtllm_request_success_total 5\n",
+    ),
     "llamacpp": (b'{"running":1,"waiting":0,"kv_used":0.125}', EngineLoad(1, 0, 0.125), b"{}"),
 }
 
@@ -212,6 +285,7 @@ def test_zero_is_zero_when_the_engine_says_so(backend: Backend) -> None:
     for number in ("3.0", "4.0", "2.0"):
         text = text.replace(f"}} {number}", "} 0")
     zero = text.replace("processing 2", "processing 0").replace('"running":1', '"running":0')
+    zero = zero.replace('running_reqs":3', 'running_reqs":0').replace('running_reqs":4', 'running_reqs":0')
     assert backend.read_load(zero.encode()).running == 0
 
 
@@ -219,7 +293,8 @@ GARBAGE_LOADS = [b"", b"null", b"<html></html>", b"\xff\xfe", b"{", b"[]", b'"x"
                  b"vllm:num_requests_running{ NaN\n", b"llamacpp:requests_processing x\n",
                  b"vllm:num_requests_running NaN\n", b"vllm:num_requests_running +Inf\n",
                  b"llamacpp:requests_processing -Inf\n", b'{"running":"x","waiting":[],"kv_used":{}}',
-                 b'{"running":null}']  # fmt: skip
+                 b'{"running":null}', b'{"loads":[5,{"num_running_reqs":"x","token_usage":null}]}',
+                 b'[{"num_reqs":1}]', b'{"loads":{}}']  # fmt: skip
 
 
 @pytest.mark.parametrize("body", GARBAGE_LOADS, ids=range(len(GARBAGE_LOADS)))

@@ -20,9 +20,11 @@ from tests.e2e.wire import Answer
 def test_unknown_and_engine_specific_parameters_arrive_as_they_were_sent(lab: Lab, dialect: str) -> None:
     """Every value, null and number form, in the client's own order."""
     engine = lab.one(dialect)
+    constraint = b'"grammar":"x"' if dialect == "llama_server" else b'"structured_outputs":{"regex":"[ab]"}'
     sent = (
         b'{"chat_template_kwargs":{"enable_thinking":false},"top_k":20,"min_p":0.0500,"temperature":1.0,'
-        b'"structured_outputs":{"regex":"[ab]"},"seed":7,"stop":null,"future_field":{"x":[1,null,1e3,-0.0]},'
+        + constraint
+        + b',"seed":7,"stop":null,"future_field":{"x":[1,null,1e3,-0.0]},'
         b'"big":12345678901234567890,"metadata":{"model":"other"},"text":"\\u65e5\\/ \xf0\x9f\x8e\xad",'
         b'  "model" : "m" ,"messages":[{"role":"user","content":"hi"}]}'
     )

@@ -17,6 +17,9 @@ HEAD: dict[Operation, dict[str, Any]] = {
     Operation.CHAT: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
     Operation.COMPLETIONS: {"model": "m", "prompt": "hi"},
     Operation.EMBEDDINGS: {"model": "m", "input": "hi"},
+    Operation.RERANK: {"model": "m", "query": "hi", "documents": ["ho"]},
+    Operation.TOKENIZE: {"model": "m", "prompt": "hi"},
+    Operation.DETOKENIZE: {"model": "m", "tokens": [1]},
 }
 
 
@@ -253,6 +256,12 @@ def test_any_json_is_either_a_call_that_can_be_used_or_a_bad_request(
         (Operation.CHAT, "messages", ["null", "[]", '"hi"', "{}", "1"]),
         (Operation.COMPLETIONS, "prompt", ["null", "1", "{}", "true"]),
         (Operation.EMBEDDINGS, "input", ["null", "1", "{}", '""', "[]"]),
+        (Operation.RERANK, "query", ["null", "1", '""', "[]"]),
+        (Operation.RERANK, "documents", ["null", "[]", '"x"', "[1]", '[{"image_url":"x"}]', '[{"text":1}]']),
+        (Operation.RERANK, "top_n", ["-1", "1.5", "true", '"1"']),
+        (Operation.TOKENIZE, "prompt", ["null", "1", "{}"]),
+        (Operation.TOKENIZE, "messages", ["[]", '"hi"', "1"]),
+        (Operation.DETOKENIZE, "tokens", ["null", "1", '"x"', '["x"]', "[true]", "[[1]]"]),
         (Operation.EMBEDDINGS, "encoding_format", ['"hex"', "1", "[]", '"BASE64"', "true"]),
         (Operation.CHAT, "stream", ["1", '"true"', "[]", "0"]),
         (Operation.CHAT, "stream_options", ["true", "[]", '"x"', "1"]),
@@ -274,7 +283,8 @@ def test_wrong_types_name_the_field(operation: Operation, field: str, values: li
 
 def test_missing_fields_are_called_missing() -> None:
     assert refused(b"{}").param == "model"
-    for operation, field in zip(Operation, ("messages", "prompt", "input"), strict=True):
+    fields = ("messages", "prompt", "input", "query", "prompt", "tokens")
+    for operation, field in zip(HEAD, fields, strict=True):
         error = refused(b'{"model":"m"}', operation)
         assert (error.param, error.code) == (field, "missing_required_parameter")
 
@@ -315,6 +325,10 @@ def test_the_newer_name_of_the_token_limit_wins() -> None:
         (Operation.COMPLETIONS, {"prompt": [[1, 2, 3], [4]]}, 4),
         (Operation.COMPLETIONS, {"prompt": "x" * 400, "messages": []}, 101),
         (Operation.EMBEDDINGS, {"input": ["x" * 400]}, 101),
+        (Operation.RERANK, {"query": "x" * 40, "documents": ["x" * 400, {"text": "x" * 40}]}, 11 + 101 + 11 + 10),
+        (Operation.TOKENIZE, {"prompt": "x" * 400}, 101),
+        (Operation.TOKENIZE, {"messages": [{"content": "x" * 400}]}, 104),
+        (Operation.DETOKENIZE, {"tokens": [1, 2, 3]}, 3),
         (Operation.EMBEDDINGS, {"input": "x" * 400, "messages": ["x"], "prompt": ""}, 101),
     ],
 )  # fmt: skip

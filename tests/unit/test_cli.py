@@ -14,6 +14,7 @@ import yaml
 from gateway.__main__ import main
 from gateway.config import ConfigError, Problem, StartupError, load
 from gateway.keys import digest, new_key
+from tests.unit._model_files import LLAMA, gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 FLEET = """\
@@ -48,7 +49,7 @@ def _run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture(name="fleet")
 def _fleet(tmp_path: Path) -> Path:
-    (tmp_path / "tiny.gguf").touch()
+    (tmp_path / "tiny.gguf").write_bytes(gguf(LLAMA))
     (tmp_path / "fleet.yaml").write_text(FLEET)
     return tmp_path / "fleet.yaml"
 

@@ -365,7 +365,6 @@ def test_wrong_values(refuse: Refuse, text: str, line: str) -> None:
         ("{path: a.gguf, parallel: 0}", "out of range"),
         ("{path: a.gguf, sha256: abc}", "not a SHA-256"),
         ("{path: nowhere.gguf}", "no such file: "),
-        ("{path: '.'}", "no `backend`, and the file's name does not tell it"),
         ("{url: 'http://x'}", "no `backend`"),
         ("{backend: vlm, url: 'http://x'}", "unknown backend `vlm`, did you mean `vllm`?"),
         ("{backend: openai-compatible, url: 'http://x'}", "did you mean `openai_compatible`?"),

@@ -22,6 +22,7 @@ from gateway.errors import (
     UpstreamError,
     UpstreamFailed,
     UpstreamTimeout,
+    VariantNotFound,
     from_failure,
 )
 
@@ -40,7 +41,7 @@ def make(kind: type[GatewayError]) -> GatewayError:
     try:
         return kind()  # type: ignore[call-arg]
     except TypeError:
-        return kind("text")
+        return kind("name", "variant", ("gguf",)) if kind is VariantNotFound else kind("text")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("kind", EVERY)

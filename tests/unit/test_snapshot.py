@@ -13,6 +13,7 @@ from gateway.auth import authenticate
 from gateway.config import ConfigError, load
 from gateway.snapshot import DEFAULT_COMPLETION, Snapshot, compile_config
 from gateway.types import EmbeddedModel, Endpoint, Limit, Replica, Timeouts
+from tests.unit._model_files import LLAMA, gguf
 
 KEY = "sk-" + "a" * 48
 DIGEST = hashlib.sha256(KEY.encode()).hexdigest()
@@ -152,7 +153,7 @@ def test_secrets_do_not_print(build: Compile) -> None:
 
 
 def test_an_embedded_engine(build: Compile, tmp_path: Path) -> None:
-    (tmp_path / "Tiny.Q4.gguf").write_bytes(b"GGUF")
+    (tmp_path / "Tiny.Q4.gguf").write_bytes(gguf(LLAMA))
     text = (
         "models: [{name: m, queue: {max_waiting: 7, max_wait: 9s}, replicas:"
         " [{path: Tiny.Q4.gguf, parallel: 3, context_length: 512, threads: 2}]}]"

@@ -367,7 +367,9 @@ def test_usage_object() -> None:
     }
     assert read_usage(given) == Usage(7, 5, 4, 2)
     assert read_usage({"prompt_tokens": 7, "prompt_tokens_details": None, "reasoning_tokens": 3}) == Usage(7, 0, 0, 3)
-    assert read_usage({"prompt_tokens": -1, "completion_tokens": "5"}) == Usage(0, 0)
+    assert read_usage({"prompt_tokens": -1, "completion_tokens": "5"}) is None
+    assert read_usage({"prompt_tokens": 0, "completion_tokens": 0}) is None
+    assert read_usage({"prompt_tokens": 0, "completion_tokens": 5}) == Usage(0, 5)
     assert read_usage(None) is None
     assert read_usage([1]) is None
 
