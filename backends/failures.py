@@ -62,7 +62,8 @@ class Failure:
 
 _CONTEXT = re.compile(
     r"exceed_context_size|context_length_exceeded|maximum context length|model's context length|longer than the context"
-    r"|input length exceeds|exceed(s|ed)? (the )?context|context window|max_model_len|maximum model length",
+    r"|input length exceeds|exceed(s|ed)? (the )?context|context length of only|context window|max_model_len"
+    r"|maximum model length",
     re.IGNORECASE,
 )
 _LOADING = re.compile(r"loading model|model is loading|no models are currently loaded|still loading", re.IGNORECASE)
@@ -131,7 +132,7 @@ def _fields(body: bytes) -> tuple[str, str, str | None, str]:
     return (
         message if isinstance(message, str) else "",
         str(error.get("type") or ""),
-        param if isinstance(param, str) else None,
+        param.removeprefix("body.") if isinstance(param, str) else None,  # vLLM names the place in the whole request
         str(error.get("code") or ""),
     )
 

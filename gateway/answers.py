@@ -39,7 +39,7 @@ def read_answer(call: Call, body: bytes, backend: Backend | None = None) -> Answ
         document = orjson.loads(body)
     except orjson.JSONDecodeError:
         document = None
-    if isinstance(document, dict) and document.get("error"):
+    if isinstance(document, dict) and (document.get("error") or document.get("object") == "error"):
         return Answer(b"", failure=read_failure(0, body))
     if backend is not None and call.operation in backend.fixes:
         fixed = backend.fix_answer(call.operation, document, call.body)

@@ -191,6 +191,12 @@ def _check_chat(body: JSON) -> None:
             raise BadRequest(
                 f"'messages[{index}]' has to be an object.", param=f"messages[{index}]", code="invalid_type"
             )
+        if not isinstance(message.get("content"), str | list | None):  # engines fail on it in ways of their own
+            raise BadRequest(
+                f"'messages[{index}].content' has to be a string or an array of parts.",
+                param=f"messages[{index}].content",
+                code="invalid_type",
+            )
     _check_common(body)
 
 

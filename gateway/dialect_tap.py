@@ -39,7 +39,7 @@ class FixingTap(StreamTap):
         if not isinstance(chunk, dict):
             self.failure = Failure(FailureKind.BROKEN, "The engine sent an event that is not a JSON object.")
             return b""
-        if chunk.get("error"):
+        if chunk.get("error") or chunk.get("object") == "error":
             self.failure = self._backend.read_failure(0, text)
             return b""
         return b"".join([self._passed(fixed) for fixed in self._fixer.fix(chunk)])

@@ -178,7 +178,7 @@ class StreamTap:
         if not isinstance(chunk, dict):
             self.failure = Failure(FailureKind.BROKEN, "The engine sent an event that is not a JSON object.")
             return b""
-        if chunk.get("error"):
+        if chunk.get("error") or chunk.get("object") == "error":  # the second: flat errors of older vLLM and SGLang
             self.failure = read_failure(0, text)
             return b""
         choices = chunk.get("choices") or []

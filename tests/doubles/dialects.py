@@ -32,18 +32,20 @@ class Dialect:
 
     name: str
     backend: str = "openai_compatible"  # what an operator would configure
-    owned_by: str = "organization"
+    owned_by: str | None = "organization"
     role: JSON | None = field(default_factory=lambda: {"role": "assistant", "content": ""})
     role_in_every_delta: bool = False
     finish: Finish = "separate"
     choices_first: bool = False  # "choices" before "id" and "model"
+    choice: tuple[str, ...] = ("index", "delta", "logprobs", "finish_reason")  # its keys in their order
     spaces: bool = False  # JSON with a space after every colon and comma
     crlf: bool = False
     trailing_space: bool = False  # after the role chunk's JSON
     ping: bytes | None = None  # a comment during prefill
     null_usage: bool = False  # "usage":null in all other chunks
     nulls_in_deltas: bool = False
-    usage_object: str = "chat.completion.chunk"  # `object` of the usage chunk
+    usage_object: str | None = None  # `object` of the usage chunk where it differs from the others
+    text_usage: Literal["alone", "with_finish"] = "alone"  # where streamed completions carry it
     reasoning: str = "reasoning_content"
     chunk_extras: Mapping[str, Any] = field(default_factory=dict)
     error_shape: str = "D"
@@ -66,8 +68,8 @@ class Dialect:
             delta = {"role": "assistant"} | delta
         if self.nulls_in_deltas:
             delta = {"role": None, "content": None, "reasoning_content": None, "tool_calls": None} | delta
-        choices = [{"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}]
-        return self._chunk(choices, usage, **more)
+        fields = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        return self._chunk([{key: fields[key] for key in self.choice}], usage, **more)
 
     def _chunk(self, choices: list[JSON], usage: JSON | None, **more: Any) -> JSON:
         head: JSON = {
@@ -82,7 +84,7 @@ class Dialect:
         return body | dict(self.chunk_extras) | more
 
     def usage_chunk(self, usage: JSON) -> JSON:
-        return self._chunk([], usage, object=self.usage_object)
+        return self._chunk([], usage, **({"object": self.usage_object} if self.usage_object else {}))
 
     def chunks(
         self,
@@ -116,14 +118,20 @@ class Dialect:
 
     def text_stream(self, pieces: Sequence[str], *, usage: JSON | None = None) -> bytes:
         """The body of a /v1/completions stream."""
-        head = {"id": "cmpl-1", "object": "text_completion", "created": 1760000000, "model": UPSTREAM_MODEL}
-        chunks: list[JSON] = [
-            head | {"choices": [{"index": 0, "text": piece, "logprobs": None, "finish_reason": None}]}
-            for piece in pieces
-        ]
-        chunks.append(head | {"choices": [{"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}]})
-        if usage is not None:
-            chunks.append(head | {"choices": [], "usage": usage})
+        head: JSON = {"id": "cmpl-1", "object": "text_completion", "created": 1760000000, "model": UPSTREAM_MODEL}
+
+        def chunk(choices: list[JSON], **more: Any) -> JSON:
+            body = {"choices": choices} | head if self.choices_first else head | {"choices": choices}
+            return body | dict(self.chunk_extras) | more
+
+        def choice(text: str, finish: str | None = None) -> list[JSON]:
+            return [{"index": 0, "text": text, "logprobs": None, "finish_reason": finish}]
+
+        *firsts, last = pieces if self.finish == "with_text" else (*pieces, "")
+        ending: JSON = {"usage": usage} if usage is not None and self.text_usage == "with_finish" else {}
+        chunks = [*(chunk(choice(text)) for text in firsts), chunk(choice(last, "stop"), **ending)]
+        if usage is not None and self.text_usage == "alone":
+            chunks.append(chunk([], usage=usage, object=self.usage_object or head["object"]))
         return b"".join(map(self.frame, chunks)) + self.frame(DONE)
 
     # --- whole documents
@@ -155,9 +163,10 @@ class Dialect:
         }
 
     def models(self, names: Sequence[str]) -> JSON:
-        entries: list[JSON] = [
-            {"id": name, "object": "model", "created": 1760000000, "owned_by": self.owned_by} for name in names
-        ]
+        entry: JSON = {"object": "model", "created": 1760000000}
+        if self.owned_by is not None:
+            entry["owned_by"] = self.owned_by
+        entries = [{"id": name} | entry for name in names]
         if self.owned_by == "vllm":
             entries = [entry | {"root": "/srv/weights", "parent": None, "max_model_len": 32768} for entry in entries]
         if self.owned_by == "llamacpp":
@@ -193,8 +202,8 @@ DIALECTS = {
         Dialect("vllm", "vllm", "vllm", finish="with_text", reasoning="reasoning", error_shape="A",
                 done_after_error=True),
         Dialect("llama_server", "llama_server", "llamacpp", role={"role": "assistant", "content": None},
-                choices_first=True, ping=b":\n\n", chunk_extras={"system_fingerprint": "b10488-4df29be4"},
-                error_shape="A"),
+                choices_first=True, choice=("finish_reason", "index", "delta"), text_usage="with_finish",
+                ping=b":\n\n", chunk_extras={"system_fingerprint": "b10488-4df29be4"}, error_shape="A"),
         Dialect("openai_compatible", spaces=True, null_usage=True, chunk_extras={"system_fingerprint": "fp_1"}),
         Dialect("sglang", owned_by="sglang", nulls_in_deltas=True, error_shape="B", done_after_error=True),
         Dialect("ollama", owned_by="library", role=None, reasoning="reasoning", role_in_every_delta=True,
@@ -203,8 +212,10 @@ DIALECTS = {
                 ping=b": ping - 2026-01-01 00:00:00\r\n\r\n", error_shape="E"),
         Dialect("tensorrt_llm", role={"role": "assistant"}, trailing_space=True, nulls_in_deltas=True,
                 error_shape="B"),
-        Dialect("mlx_lm", role=None, role_in_every_delta=True, spaces=True, ping=b": keepalive 512/2048\n\n",
-                usage_object="chat.completion", reasoning="reasoning", error_shape="C"),
+        Dialect("mlx_lm", owned_by=None, role=None, role_in_every_delta=True, spaces=True,
+                choice=("index", "finish_reason", "delta"), ping=b": keepalive 512/2048\n\n",
+                usage_object="chat.completion", reasoning="reasoning",
+                chunk_extras={"system_fingerprint": "0.32.2-0.32.4-Linux-x86_64"}, error_shape="C"),
     )
 }  # fmt: skip
 # The dialects of the kinds a configuration can name; the others are look-alikes behind `openai_compatible`.

@@ -121,7 +121,7 @@ class Kind:
     def _whole(self, x: Exchange, document: JSON) -> None:
         if not self.closes:
             return x.reply(document)
-        x.begin(content_type="application/json", chunked=False)
+        self._old_head(x, "application/json")
         x.part(x.dialect.dump(document))
         return x.close()
 
@@ -132,8 +132,16 @@ class Kind:
 
     # --- for scripts of tests
     def begin(self, x: Exchange) -> None:
-        kind = "application/x-ndjson" if self.native else "text/event-stream"
-        x.begin(content_type=kind, chunked=not self.closes)
+        if self.closes:
+            self._old_head(x, "text/event-stream")
+        else:
+            x.begin(content_type="application/x-ndjson" if self.native else "text/event-stream")
+
+    def _old_head(self, x: Exchange, content_type: str) -> None:
+        """HTTP/1.0: no length, no chunks; the body ends with the connection."""
+        x._chunked = x.keep = False
+        x.send(b"HTTP/1.0 200 OK\r\nServer: BaseHTTP/0.6 Python/3.12\r\nContent-type: %b\r\n\r\n"
+               % content_type.encode())  # fmt: skip
 
     def some(self, x: Exchange) -> None:
         """The beginning of an answer: two pieces of text and no end."""
@@ -151,9 +159,11 @@ class Kind:
         """How the engine reports an error when the stream has begun; those that cannot end without a word."""
         if self.native:
             x.part(line({"error": message}))
+        elif self.backend == "tabbyapi":
+            x.event({"error": {"message": message, "trace": None}})
         elif self.backend not in ("tensorrt_llm", "mlx_lm"):
-            x.event(json.loads(x.dialect.error(message, 500)) if self.backend != "tabbyapi" else
-                    {"error": {"message": message, "trace": None}})  # fmt: skip
+            error = json.loads(x.dialect.error(message, 500))
+            x.event({"error": error.get("error", error)})
         if x.dialect.done_after_error:
             x.event(b"[DONE]")
 
@@ -236,7 +246,8 @@ def _rerank_llama(body: JSON) -> JSON:
 
 def _rerank_sglang(body: JSON) -> Any:
     counts = (4, 5)
-    return [{"score": SCORES[i], "document": body["documents"][i], "index": i, "meta_info": {"prompt_tokens": counts[i]}}
+    texts = body["documents"]
+    return [{"score": SCORES[i], "document": texts[i], "index": i, "meta_info": {"prompt_tokens": counts[i]}}
             for i in (1, 0)]  # fmt: skip
 
 
@@ -273,7 +284,7 @@ Refusal = Callable[[], None] | None
 def _check_trtllm(x: Exchange, body: JSON) -> Refusal:
     known = set(
         "model messages prompt stream stream_options temperature top_p top_k max_tokens n seed stop tools tool_choice"
-        " response_format logprobs top_logprobs input encoding_format dimensions user chat_template_kwargs".split()
+        " response_format logprobs top_logprobs logit_bias input encoding_format dimensions user chat_template_kwargs".split()
     )
     extra = sorted(body.keys() - known)
     if extra or ("stream_options" in body and not body.get("stream")):
@@ -293,7 +304,8 @@ def _check_mlx(x: Exchange, body: JSON) -> Refusal:
 def _check_tabby(x: Exchange, body: JSON) -> Refusal:
     for tool in body.get("tools") or ():
         if not {"description", "parameters"} <= tool["function"].keys():
-            detail = [{"loc": ["body", "tools", 0, "function", "description"], "msg": "Field required", "type": "missing"}]
+            where = ["body", "tools", 0, "function", "description"]
+            detail = [{"loc": where, "msg": "Field required", "type": "missing"}]
             return lambda: x.reply({"detail": detail}, 422)
     return None
 
@@ -310,8 +322,8 @@ _CHECKS: dict[str, Callable[[Exchange, JSON], Refusal]] = {
 
 
 # --- faults, in each engine's words
-def _nested(message: str, type_: str, code: int, **more: Any) -> bytes:
-    return compact({"error": {"message": message, "type": type_, "param": None, "code": code} | more})
+def _nested(message: str, type_: str, status: int, **more: Any) -> bytes:
+    return compact({"error": {"message": message, "type": type_, "param": None, "code": status} | more})
 
 
 def _flat(message: str, type_: str, code: int) -> bytes:
@@ -335,11 +347,12 @@ KINDS: dict[str, Kind] = {
     kind.backend: kind
     for kind in (
         Kind("vllm", "vllm", rerank="/v1/rerank", tokenize="/tokenize", detokenize="/detokenize",
-             load=("/metrics", b"vllm:num_requests_running{engine=\"0\"} 3.0\nvllm:num_requests_waiting{engine=\"0\"} 1.0\n"
+             load=("/metrics", b"vllm:num_requests_running{engine=\"0\"} 3.0\n"
+                               b"vllm:num_requests_waiting{engine=\"0\"} 1.0\n"
                                b"vllm:num_requests_waiting_by_reason{reason=\"capacity\"} 50\n"
                                b"vllm:kv_cache_usage_perc{engine=\"0\"} 0.5\n"),
              faults={
-                 "context": (400, _nested("This model's maximum context length is 2048 tokens.", "BadRequestError", 400)),
+                 "context": (400, _nested("This model's maximum context length is 2048.", "BadRequestError", 400)),
                  "bad": (400, _nested("1 validation error: temperature", "Bad Request", 400, param="body.temperature")),
                  "key": (401, _text("Unauthorized")),
                  "broken": (500, _nested("EngineCore encountered an issue.", "InternalServerError", 500)),
@@ -351,8 +364,8 @@ KINDS: dict[str, Kind] = {
              load=("/v1/loads?include=core", b'{"loads":[{"dp_rank":0,"num_running_reqs":3,"num_waiting_reqs":1,'
                                              b'"token_usage":0.5}]}'),
              faults={
-                 "context": (400, _flat("The input (5000 tokens) is longer than the model's context length (2048 tokens).",
-                                        "BadRequestError", 400)),
+                 "context": (400, _flat("The input (5000 tokens) is longer than the model's context length (2048"
+                                        " tokens).", "BadRequestError", 400)),
                  "bad": (400, _flat("temperature must be non-negative", "BadRequestError", 400)),
                  "key": (403, _text("Forbidden")),
                  "full": (503, _flat("The request queue is full.", "ServiceUnavailable", 503)),
@@ -404,8 +417,8 @@ KINDS: dict[str, Kind] = {
              faults={
                  "bad": (400, _text("'temperature' must be a number")),
                  "context": (400, _text("Trying to keep the first 5000 tokens when context the overflows. However, the"
-                                        " model is loaded with context length of only 4096 tokens: it is longer than"
-                                        " the context")),
+                                        " model is loaded with context length of only 4096 tokens, which is not"
+                                        " enough.")),
                  "broken": (500, _text("The model has crashed without additional information.")),
                  "loading": (503, b""),
              }),
@@ -414,7 +427,8 @@ KINDS: dict[str, Kind] = {
                                           b'trtllm_num_requests_waiting{model_name="m"} 1.0\n'
                                           b'trtllm_kv_cache_utilization{model_name="m"} 0.5\n'),
              faults={
-                 "context": (400, _flat("The prompt length (5000) exceeds the maximum model length", "BadRequestError", 400)),
+                 "context": (400, _flat("The prompt length (5000) exceeds the maximum model length",
+                                        "BadRequestError", 400)),
                  "bad": (400, _text("1 validation error for ChatCompletionRequest")),
                  "broken": (400, _flat("CUDA error: an illegal memory access was encountered", "BadRequestError", 400)),
                  "loading": (503, b"Server is not ready"),

@@ -74,7 +74,7 @@ def test_a_replica_that_is_loading_is_not_ready_and_gets_no_requests(lab: Lab) -
 def test_probes_only_ask_and_never_generate(lab: Lab) -> None:
     engine = lab.one()
     lab.gateway.wait_for_replica()
-    assert not engine.requests and {probe.target for probe in engine.probes} <= {"/health", "/metrics"}
+    assert not engine.requests and {probe.target for probe in engine.probes} <= {"/health", "/metrics", "/v1/models"}
     assert {probe.method for probe in engine.probes} == {"GET"}
 
 
@@ -346,7 +346,7 @@ def test_only_the_listed_routes_exist_and_nothing_else_reaches_an_engine(lab: La
     answer = lab.call(chat() if method == "POST" else None, path, method=method)
     assert answer.status in (400, 404, 405), answer.body
     assert answer.error()["code"] and not engine.requests
-    assert {probe.target for probe in engine.probes} <= {"/health", "/metrics"}
+    assert {probe.target for probe in engine.probes} <= {"/health", "/metrics", "/v1/models"}
 
 
 @pytest.mark.parametrize(

