@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 
 import orjson
 
+from backends import cards
 from backends.failures import Failure, read_failure
 
 JSON = dict[str, Any]
@@ -28,11 +29,27 @@ class Operation(StrEnum):
     RERANK = "rerank"
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
+    TRANSCRIPTIONS = "transcriptions"
+    TRANSLATIONS = "translations"
+    SPEECH = "speech"
 
     @property
     def generates(self) -> bool:
         """Whether the answer costs completion tokens."""
         return self is Operation.CHAT or self is Operation.COMPLETIONS
+
+    @property
+    def takes_form(self) -> bool:
+        """Whether the request is multipart/form-data, with a file in it, and not JSON."""
+        return self is Operation.TRANSCRIPTIONS or self is Operation.TRANSLATIONS
+
+    @property
+    def passes(self) -> bool:
+        """Whether the answer may be anything, text or sound, and goes to the client as the engine sent it."""
+        return self in _AUDIO
+
+
+_AUDIO: Final = frozenset({Operation.TRANSCRIPTIONS, Operation.TRANSLATIONS, Operation.SPEECH})
 
 
 class Capability(StrEnum):
@@ -255,22 +272,29 @@ _WHAT = {
 }
 
 
+# What every server that speaks OpenAI's language may have. Audio is for adapters to add.
+TEXT_PATHS: Final[Mapping[Operation, str]] = {
+    Operation.CHAT: "/v1/chat/completions",
+    Operation.COMPLETIONS: "/v1/completions",
+    Operation.EMBEDDINGS: "/v1/embeddings",
+    Operation.RERANK: "/v1/rerank",
+    Operation.TOKENIZE: "/tokenize",
+    Operation.DETOKENIZE: "/detokenize",
+}
+AUDIO_PATHS: Final[Mapping[Operation, str]] = {
+    Operation.TRANSCRIPTIONS: "/v1/audio/transcriptions",
+    Operation.TRANSLATIONS: "/v1/audio/translations",
+    Operation.SPEECH: "/v1/audio/speech",
+}
+
+
 @dataclass(frozen=True)
 class OpenAICompatible:
     """What most engines share; an adapter is this with its differences stated."""
 
     kind: str = "openai_compatible"
     formats: frozenset[ModelFormat] = frozenset()
-    paths: Mapping[Operation, str] = field(
-        default_factory=lambda: {
-            Operation.CHAT: "/v1/chat/completions",
-            Operation.COMPLETIONS: "/v1/completions",
-            Operation.EMBEDDINGS: "/v1/embeddings",
-            Operation.RERANK: "/v1/rerank",
-            Operation.TOKENIZE: "/tokenize",
-            Operation.DETOKENIZE: "/detokenize",
-        }
-    )
+    paths: Mapping[Operation, str] = field(default_factory=lambda: {**TEXT_PATHS, **AUDIO_PATHS})
     # Nothing is known of its health path, and listing models is what every such server can do.
     probes: Probes = Probes(health="/v1/models")
     capabilities: frozenset[Capability] = ALL
@@ -324,9 +348,20 @@ class OpenAICompatible:
         if not isinstance(listing, dict) or not isinstance(listing.get("data"), list):
             raise ValueError("not a model list")
         return tuple(
-            ModelCard(entry["id"], positive(entry.get("max_model_len")), entry)
+            self.card(entry)
             for entry in listing["data"]
             if isinstance(entry, dict) and isinstance(entry.get("id"), str)
+        )
+
+    def card(self, entry: JSON) -> ModelCard:
+        """One entry of OpenAI's list, with what many servers add to it; another gateway's entries have all of it."""
+        return ModelCard(
+            entry["id"],
+            positive(entry.get("max_model_len")) or positive(entry.get("context_length")),
+            entry,
+            cards.word(entry.get("format")),
+            cards.quantisation(entry.get("quantization")),
+            cards.capabilities(entry.get("capabilities")),
         )
 
     def read_load(self, body: bytes) -> EngineLoad:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from backends import promtext
+import orjson
+
+from backends import cards, promtext
 from backends.base import (
     ALL,
+    AUDIO_PATHS,
     CONSTRAINTS,
     JSON,
     REMOVE,
+    TEXT_PATHS,
     Capability,
     Edits,
     EngineLoad,
@@ -54,6 +59,12 @@ class LlamaServer(OpenAICompatible):
 
     kind: str = "llama_server"
     formats: frozenset[ModelFormat] = frozenset({ModelFormat.GGUF})
+    paths: Mapping[Operation, str] = field(
+        default_factory=lambda: {
+            **TEXT_PATHS,
+            Operation.TRANSCRIPTIONS: AUDIO_PATHS[Operation.TRANSCRIPTIONS],
+        }
+    )
     probes: Probes = Probes(health="/health", load="/metrics")
     capabilities: frozenset[Capability] = ALL - {Capability.ECHO, Capability.SUFFIX, Capability.CHAT_TOKENISE}
     dropped: frozenset[str] = DROPPED
@@ -82,8 +93,16 @@ class LlamaServer(OpenAICompatible):
         return answer
 
     def read_models(self, body: bytes) -> tuple[ModelCard, ...]:
-        cards = super().read_models(body)
-        return tuple(ModelCard(card.id, _trained_context(card), card.details) for card in cards)
+        """One model, or in router mode every one the router may load. A second list, in Ollama's form, knows more of
+        what they can do."""
+        found = super().read_models(body)
+        beside = orjson.loads(body).get("models")
+        said = {
+            one.get("name") or one.get("model"): one.get("capabilities")
+            for one in (beside if isinstance(beside, list) else ())
+            if isinstance(one, dict) and isinstance(one.get("name") or one.get("model"), str)
+        }
+        return tuple(_card(card, said.get(card.id)) for card in found)
 
     def read_load(self, body: bytes) -> EngineLoad:
         numbers = promtext.read(body, (RUNNING, WAITING, KV_USED))
@@ -108,10 +127,21 @@ class LlamaServer(OpenAICompatible):
         return failure
 
 
-def _trained_context(card: ModelCard) -> int | None:
-    meta = card.details.get("meta")
-    context = meta.get("n_ctx_train") if isinstance(meta, dict) else None
-    return context if isinstance(context, int) else card.context_length
+def _card(card: ModelCard, said: object) -> ModelCard:
+    entry = card.details
+    meta = cards.mapping(entry.get("meta"))
+    modalities = cards.mapping(entry.get("architecture")).get("input_modalities")
+    inputs = [name for name in modalities if name != "text"] if isinstance(modalities, list) else []
+    arguments = cards.mapping(entry.get("status")).get("args")
+    embeds = isinstance(arguments, list) and ("--embedding" in arguments or "--embeddings" in arguments)
+    return replace(
+        card,
+        # What one request may have, where it says so; else what the model was made for.
+        context_length=positive(meta.get("n_ctx")) or positive(meta.get("n_ctx_train")) or card.context_length,
+        format=card.format or str(ModelFormat.GGUF),
+        quantization=card.quantization or cards.quantisation(meta.get("ftype")),
+        capabilities=("embeddings",) if embeds else cards.capabilities(entry.get("capabilities"), said, inputs),
+    )
 
 
 BACKEND = LlamaServer()

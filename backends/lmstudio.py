@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from backends import cards
 from backends.base import (
     ALL,
     CONSTRAINTS,
@@ -63,10 +64,32 @@ class LmStudio(OpenAICompatible):
         if not isinstance(entries, list):
             return super().read_models(body)
         return tuple(
-            ModelCard(entry["key"], positive(entry.get("max_context_length")), entry)
+            _card(entry)
             for entry in entries
             if isinstance(entry, dict) and isinstance(entry.get("key"), str)
         )
+
+
+def _card(entry: JSON) -> ModelCard:
+    embeds = entry.get("type") in ("embedding", "embeddings")
+    return ModelCard(
+        entry["key"],
+        _window(entry),
+        entry,
+        cards.word(entry.get("format")),
+        cards.quantisation(cards.mapping(entry.get("quantization")).get("name")),
+        ("embeddings",) if embeds else cards.capabilities(entry.get("capabilities")),
+    )
+
+
+def _window(entry: JSON) -> int | None:
+    """The smallest window it is loaded with, since longer prompts would be cut; else what the model allows."""
+    loaded = entry.get("loaded_instances")
+    given = [
+        positive(cards.mapping(cards.mapping(one).get("config")).get("context_length"))
+        for one in (loaded if isinstance(loaded, list) else ())
+    ]
+    return min((one for one in given if one), default=None) or positive(entry.get("max_context_length"))
 
 
 BACKEND = LmStudio()

@@ -11,6 +11,7 @@ import orjson
 from backends import promtext
 from backends.base import (
     ALL,
+    AUDIO_PATHS,
     CONSTRAINTS,
     JSON,
     REMOVE,
@@ -58,6 +59,7 @@ class Sglang(OpenAICompatible):
             Operation.RERANK: "/v1/rerank",
             Operation.TOKENIZE: "/v1/tokenize",
             Operation.DETOKENIZE: "/v1/detokenize",
+            Operation.TRANSCRIPTIONS: AUDIO_PATHS[Operation.TRANSCRIPTIONS],
         }
     )
     probes: Probes = Probes(health="/v1/models", load="/v1/loads?include=core")

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
+from backends import cards
 from backends.base import (
     ALL,
     CHAT_AND_TEXT,
@@ -15,10 +18,12 @@ from backends.base import (
     Capability,
     ChunkFixer,
     Edits,
+    ModelCard,
     ModelFormat,
     OpenAICompatible,
     Operation,
     Probes,
+    positive,
 )
 from backends.shaping import ToolIndexes, choice_index, tokens_answer
 
@@ -44,7 +49,8 @@ class TabbyApi(OpenAICompatible):
             Operation.DETOKENIZE: "/v1/token/decode",
         }
     )
-    probes: Probes = Probes(health="/v1/model")
+    # Its list of models names every folder on its disk; requests for any of them go to the one that is loaded.
+    probes: Probes = Probes(health="/v1/model", models="/v1/model")
     capabilities: frozenset[Capability] = ALL - {Capability.ECHO, Capability.SUFFIX, Capability.RERANK}
     refused: frozenset[str] = REFUSED
     dropped: frozenset[str] = DROPPED
@@ -74,6 +80,18 @@ class TabbyApi(OpenAICompatible):
             if operation is Operation.DETOKENIZE and "text" in answer:
                 return {"prompt": answer["text"]}
         return answer
+
+    def read_models(self, body: bytes) -> tuple[ModelCard, ...]:
+        """The loaded model; or a list, of servers that stand in for TabbyAPI."""
+        entry = orjson.loads(body)
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str):
+            return (self.card(entry),)
+        return super().read_models(body)
+
+    def card(self, entry: JSON) -> ModelCard:
+        parameters = cards.mapping(entry.get("parameters"))
+        sees = ("vision",) if parameters.get("use_vision") is True else ()
+        return ModelCard(entry["id"], positive(parameters.get("max_seq_len")), entry, capabilities=sees)
 
     def stream_fixer(self, operation: Operation) -> ChunkFixer | None:
         return _Fixer(chat=operation is Operation.CHAT) if operation.generates else None

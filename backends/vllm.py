@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from backends import promtext
-from backends.base import CONSTRAINTS, JSON, REMOVE, Edits, EngineLoad, ModelFormat, OpenAICompatible, Operation, Probes
+from backends.base import (
+    AUDIO_PATHS,
+    CONSTRAINTS,
+    JSON,
+    REMOVE,
+    TEXT_PATHS,
+    Edits,
+    EngineLoad,
+    ModelCard,
+    ModelFormat,
+    OpenAICompatible,
+    Operation,
+    Probes,
+)
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -31,6 +45,13 @@ class Vllm(OpenAICompatible):
 
     kind: str = "vllm"
     formats: frozenset[ModelFormat] = frozenset({ModelFormat.SAFETENSORS})
+    paths: Mapping[Operation, str] = field(
+        default_factory=lambda: {
+            **TEXT_PATHS,
+            Operation.TRANSCRIPTIONS: AUDIO_PATHS[Operation.TRANSCRIPTIONS],
+            Operation.TRANSLATIONS: AUDIO_PATHS[Operation.TRANSLATIONS],
+        }
+    )
     probes: Probes = Probes(health="/health", load="/metrics")
     dropped: frozenset[str] = DROPPED
     refused: frozenset[str] = REFUSED
@@ -40,6 +61,15 @@ class Vllm(OpenAICompatible):
         if not LEGACY.keys().isdisjoint(body):
             edits = {**edits, **_structured(body)}
         return edits
+
+    def read_models(self, body: bytes) -> tuple[ModelCard, ...]:
+        """The model, its other names, and the adapters on top of it, which have its window."""
+        found = super().read_models(body)
+        windows = {card.id: card.context_length for card in found}
+        return tuple(
+            card if card.context_length else replace(card, context_length=windows.get(str(card.details.get("parent"))))
+            for card in found
+        )
 
     def read_load(self, body: bytes) -> EngineLoad:
         numbers = promtext.read(body, (RUNNING, WAITING, KV_USED, KV_USED_BEFORE_0_10))

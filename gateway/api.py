@@ -141,7 +141,9 @@ def readiness(gateway: Gateway) -> str:
 
 @router.get(PROMETHEUS, tags=["operations"], summary="Prometheus metrics", response_class=Response)
 async def prometheus(request: Request) -> Response:
-    return Response(gateway_of(request).metrics.page(), media_type=metrics.CONTENT_TYPE)
+    gateway = gateway_of(request)
+    gateway.book()
+    return Response(gateway.metrics.page(), media_type=metrics.CONTENT_TYPE)
 
 
 @router.get("/v1/models", tags=["models"], summary="The models this key may use")

@@ -200,6 +200,7 @@ class Application:
             await self._prober.close()
             await self._discovery.close()
             self._upstream.close()
+            gateway.book()
             self._access_log.close()
         if self._problem is not None:
             raise StartupError(self._problem)
@@ -275,7 +276,7 @@ class Application:
             try:
                 self._edge.sweep(loop.time())
                 self._upstream.sweep()
-                self._access_log.flush()
+                self._gateway.book()
             except Exception:
                 log.exception("housekeeping failed")
 

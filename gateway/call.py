@@ -249,6 +249,16 @@ def _check_detokenize(body: JSON) -> None:
     _check_common(body)
 
 
+def _check_speech(body: JSON) -> None:
+    if not isinstance(body.get("input"), str) or not body["input"]:
+        raise _wrong(body, "input", "a non-empty string")
+    _check_common(body)
+
+
+def _refuse_json(body: JSON) -> None:
+    raise BadRequest("This request has to be multipart/form-data, with its file in it.", code="invalid_content_type")
+
+
 _CHECKS = {
     Operation.CHAT: _check_chat,
     Operation.COMPLETIONS: _check_completions,
@@ -256,6 +266,9 @@ _CHECKS = {
     Operation.RERANK: _check_rerank,
     Operation.TOKENIZE: _check_tokenize,
     Operation.DETOKENIZE: _check_detokenize,
+    Operation.TRANSCRIPTIONS: _refuse_json,
+    Operation.TRANSLATIONS: _refuse_json,
+    Operation.SPEECH: _check_speech,
 }
 
 
@@ -268,7 +281,7 @@ def estimate_prompt(operation: Operation, body: Mapping[str, Any]) -> int:
         return len(body["tokens"])
     if operation is Operation.CHAT or (operation is Operation.TOKENIZE and body.get("messages") is not None):
         return sum(_TOKENS_PER_MESSAGE + _content_tokens(message.get("content")) for message in body["messages"])
-    prompt = body["input" if operation is Operation.EMBEDDINGS else "prompt"]
+    prompt = body["input" if operation in (Operation.EMBEDDINGS, Operation.SPEECH) else "prompt"]
     if isinstance(prompt, str):
         return len(prompt) // _CHARACTERS_PER_TOKEN + 1
     if isinstance(prompt, list):

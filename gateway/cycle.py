@@ -52,6 +52,7 @@ class HotCycle:
     refused: GatewayError | None = None  # the body broke a limit
     extra_headers = b""  # header lines for the answer, gathered by `serve`
     route_headers = b""  # and those that say who gave it
+    raw = False  # the body is the engine's own: nothing of ours can be said in it
     keepalives = False  # comments are sent while there is nothing else to send
     writes = 0
     on_paused: Callable[[], None] | None = None
@@ -118,6 +119,29 @@ class HotCycle:
         """Sends the head of a stream."""
         self._write(self._stream_head())
 
+    def begin_raw(self, content_type: bytes, length: int | None, *, events: bool) -> None:
+        """Sends the head of an answer that is passed on byte for byte. `length`: of its body, where it is known."""
+        self.started, self.raw = True, not events
+        if length is not None:
+            self._chunked, framing = False, b"content-length: %d\r\n" % length
+        elif self._chunked:
+            framing = b"transfer-encoding: chunked\r\n"
+        else:
+            self.keep_alive, framing = False, b""
+        self._write(
+            b"%bx-request-id: %b\r\n%b%b%b%bcontent-type: %b\r\n%b\r\n"
+            % (
+                STATUS_LINES[200],
+                self.request_id.encode(),
+                self._connection.date_header(),
+                b"" if self.keep_alive else b"connection: close\r\n",
+                self.extra_headers + self.route_headers,
+                b"cache-control: no-cache\r\nx-accel-buffering: no\r\n" if events else b"",
+                content_type,
+                framing,
+            )
+        )
+
     def received(self, data: bytes) -> None:
         """Sends a piece of a stream, with its head in front if that is still due."""
         if not self._chunked:
@@ -138,11 +162,13 @@ class HotCycle:
         """A comment that keeps intermediaries and clients from taking a long prefill for a dead connection."""
         self.received(COMMENT)
 
-    def answer(self, status: int, body: bytes, headers: bytes = b"") -> None:
-        """Sends a whole answer: JSON."""
+    def answer(
+        self, status: int, body: bytes, headers: bytes = b"", content_type: bytes = b"application/json"
+    ) -> None:
+        """Sends a whole answer."""
         self.started = True
         self._write(
-            b"%bx-request-id: %b\r\n%b%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+            b"%bx-request-id: %b\r\n%b%b%b%bcontent-type: %b\r\ncontent-length: %d\r\n\r\n%b"
             % (
                 STATUS_LINES[status],
                 self.request_id.encode(),
@@ -150,6 +176,7 @@ class HotCycle:
                 b"" if self.keep_alive else b"connection: close\r\n",
                 self.extra_headers,
                 headers + self.route_headers,
+                content_type,
                 len(body),
                 body,
             )
@@ -161,7 +188,12 @@ class HotCycle:
         if self.response_complete or self.disconnected:
             return
         if self.started:
-            self.end(errors.event(error))
+            if self.raw:  # an answer that stops early is all that can be seen of the failure
+                self.keep_alive = False
+                self._connection.transport.abort()
+                self._finish()
+            else:
+                self.end(errors.event(error))
             return
         if self.more_body:
             self.keep_alive = False  # whatever of the body is still to come is not worth reading

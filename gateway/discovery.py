@@ -116,8 +116,10 @@ def _of_card(entry: DiscoveryConfig, card: ModelCard) -> dict[str, object]:
         for name in ("backend", "url", "api_key", "ca_file", "client_cert_file", "client_key_file")
         if getattr(entry, name) is not None
     }
+    # Where a replica's window goes along with each request, the longest a model can take must not be asked for.
+    sets_window = backends.load(str(entry.backend)).translates
     said = {
-        "context_length": card.context_length,
+        "context_length": None if sets_window else card.context_length,
         "format": card.format,
         "quantization": card.quantization,
         "capabilities": card.capabilities or None,

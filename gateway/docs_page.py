@@ -35,6 +35,8 @@ _STREAMING = {
     "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 128},
 }
 _MESSAGES = {"type": "array", "minItems": 1, "items": {"type": "object"}}
+_TEXT = {"type": "string"}
+_FILE = {"type": "string", "format": "binary"}
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array"}]}
 _OPERATIONS: tuple[tuple[str, str, dict[str, Any], list[str]], ...] = (
     (
@@ -58,15 +60,30 @@ _OPERATIONS: tuple[tuple[str, str, dict[str, Any], list[str]], ...] = (
     ),
     ("/v1/tokenize", "Count a text's tokens", {"prompt": _TEXTS, "messages": _MESSAGES}, []),
     ("/v1/detokenize", "Tokens back to text", {"tokens": {"type": "array", "items": {"type": "integer"}}}, ["tokens"]),
+    (
+        "/v1/audio/transcriptions",
+        "Turn speech into text",
+        {"file": _FILE, "response_format": _TEXT, "stream": {"type": "boolean"}},
+        ["file"],
+    ),
+    ("/v1/audio/translations", "Turn speech into English text", {"file": _FILE, "response_format": _TEXT}, ["file"]),
+    (
+        "/v1/audio/speech",
+        "Turn text into speech",
+        {"input": _TEXT, "voice": _TEXT, "response_format": _TEXT},
+        ["input"],
+    ),
 )
+_FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+_PASSING = _FORMS | {"/v1/audio/speech"}
 
 
 def documented_operations() -> dict[str, Any]:
     """OpenAPI path items of the hot routes. Fields that are not listed are passed on to the engine as they are."""
-    return {path: {"post": _operation(summary, fields, needed)} for path, summary, fields, needed in _OPERATIONS}
+    return {path: {"post": _operation(path, summary, fields, needed)} for path, summary, fields, needed in _OPERATIONS}
 
 
-def _operation(summary: str, fields: dict[str, Any], needed: list[str]) -> dict[str, Any]:
+def _operation(path: str, summary: str, fields: dict[str, Any], needed: list[str]) -> dict[str, Any]:
     body = {
         "type": "object",
         "required": ["model", *needed],
@@ -87,11 +104,15 @@ def _operation(summary: str, fields: dict[str, Any], needed: list[str]) -> dict[
     return {
         "tags": ["inference"],
         "summary": summary,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "requestBody": {
+            "required": True,
+            "content": {"multipart/form-data" if path in _FORMS else "application/json": {"schema": body}},
+        },
         "responses": {
             "200": {
                 "description": "The engine's answer, unchanged but for the model's name.",
-                "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
+                "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
+                | ({"text/plain": {}, "audio/*": {}} if path in _PASSING else {}),
             }
         }
         | {status: {"description": text, "content": error} for status, text in refusals.items()},

@@ -30,6 +30,9 @@ HOT_ROUTES = {
     b"/v1/rerank": Operation.RERANK,
     b"/v1/tokenize": Operation.TOKENIZE,
     b"/v1/detokenize": Operation.DETOKENIZE,
+    b"/v1/audio/transcriptions": Operation.TRANSCRIPTIONS,
+    b"/v1/audio/translations": Operation.TRANSLATIONS,
+    b"/v1/audio/speech": Operation.SPEECH,
 }
 LINGER = 2.0  # seconds a refused body is still read and thrown away, so that the client gets to see the answer
 MOST_PIPELINED = 32  # requests read ahead on one connection
@@ -288,7 +291,12 @@ class EdgeProtocol(HttpToolsProtocol):
             return
         if self.is_busy():
             self._deaf = True
-            self.transport.close()  # an answer is under way: nothing can be said in between
+            cycle = self.cycle
+            if isinstance(cycle, HotCycle) and cycle is self._active and cycle.more_body and not cycle.started:
+                cycle.refused = cycle.refused or error  # its body is what is wrong: `serve` answers, then we close
+                cycle.set()
+            else:
+                self.transport.close()  # an answer is under way: nothing can be said in between
             return
         body = errors.body(error)
         self.transport.write(

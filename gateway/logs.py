@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import IO, Any
 
@@ -59,50 +59,48 @@ def setup(level: str, style: str, stream: IO[str] | None = None) -> None:
 
 
 class AccessLog:
-    """Collects outcomes and lets a thread of its own write them, so that a stuck log stalls no request.
+    """One line a request. A thread of its own writes them, so that a stuck log stalls no request.
 
-    `add` is a list append; `flush`, called a few times a second, hands the list over.
+    Lines are put together where `add` is called: in a thread beside the event loop the two would fight for the
+    interpreter.
     """
 
     def __init__(self, style: str, stream: IO[bytes]) -> None:
         self._render = _json_line if style == "json" else _text_line
         self._stream = stream
-        self._batch: list[Outcome] = []
-        self._queue: SimpleQueue[list[Outcome] | None] = SimpleQueue()
-        self._taken = self._written = 0  # outcomes; each is counted by one thread only
+        self._queue: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
+        self._taken = self._written = 0  # lines; each is changed by one thread only
         self.dropped = 0
         # Steady clock to wall clock, once: an outcome knows only the former.
         self._offset = time.time() - time.monotonic()
         self._thread = threading.Thread(target=self._write, name="access-log", daemon=True)
         self._thread.start()
-        self.add: Callable[[Outcome], None] = self._batch.append
 
-    def flush(self) -> None:
-        batch = self._batch
-        if not batch:
+    def add(self, outcomes: Sequence[Outcome]) -> None:
+        """Lines for finished requests; dropped and counted when too many wait to be written."""
+        if not outcomes:
             return
-        taken = batch[:]
-        batch.clear()
         if self._taken - self._written > _MOST_WAITING:
-            self.dropped += len(taken)
+            self.dropped += len(outcomes)
             return
-        self._taken += len(taken)
-        self._queue.put(taken)
+        self._taken += len(outcomes)
+        offset = self._offset
+        self._queue.put((len(outcomes), b"".join([self._render(outcome, offset) for outcome in outcomes])))
 
     def close(self) -> None:
         """Writes what is left, for at most two seconds."""
-        self.flush()
         self._queue.put(None)
         self._thread.join(2)
 
     def _write(self) -> None:
         while (batch := self._queue.get()) is not None:
+            lines, data = batch
             try:
-                self._stream.write(b"".join([self._render(outcome, self._offset) for outcome in batch]))
+                self._stream.write(data)
                 self._stream.flush()
             except (OSError, ValueError):
-                self.dropped += len(batch)
-            self._written += len(batch)
+                self.dropped += lines
+            self._written += lines
 
 
 def fields(outcome: Outcome, offset: float) -> dict[str, Any]:

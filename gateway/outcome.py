@@ -11,27 +11,24 @@ ABORTED = 499
 class Outcome:
     """One request from its first byte to its settled usage. Times: seconds of a steady clock; 0.0 = never got there."""
 
-    __slots__ = (
-        "asked", "attempts", "ended", "error", "first_token", "model", "operation", "principal", "replica",
-        "request_id", "sent", "started", "status", "stream", "upstream_ended", "usage", "waited_for_body",
-    )  # fmt: skip
+    # Defaults live on the class: an instance stores only what happened.
+    principal: Principal | None = None
+    model: Model | None = None
+    replica: Replica | None = None
+    asked = ""  # the model name as the client wrote it; for the log only, never a label
+    stream = False
+    status = ABORTED  # until told more
+    error: GatewayError | None = None
+    usage: Usage | None = None
+    attempts = 0
+    waited_for_body = 0.0  # seconds spent on the client's side of reading the body
+    sent = 0.0  # the last attempt's request went to the engine
+    first_token = 0.0
+    upstream_ended = 0.0
+    ended = 0.0
 
     def __init__(self, operation: str, request_id: str, started: float) -> None:
         self.operation, self.request_id, self.started = operation, request_id, started
-        self.principal: Principal | None = None
-        self.model: Model | None = None
-        self.replica: Replica | None = None
-        self.asked = ""  # the model name as the client wrote it; for the log only, never a label
-        self.stream = False
-        self.status = ABORTED  # until told more
-        self.error: GatewayError | None = None
-        self.usage: Usage | None = None
-        self.attempts = 0
-        self.waited_for_body = 0.0  # seconds spent on the client's side of reading the body
-        self.sent = 0.0  # the last attempt's request went to the engine
-        self.first_token = 0.0
-        self.upstream_ended = 0.0
-        self.ended = 0.0
 
     @property
     def tenant_name(self) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from random import getrandbits
 
 import orjson
 
+from backends.base import Operation
 from backends.failures import Failure, FailureKind
 from gateway.answers import Answer, read_answer
 from gateway.auth import authenticate
@@ -31,11 +33,13 @@ from gateway.errors import (
 )
 from gateway.fit import looks_cut, too_long
 from gateway.fleet import LoadTable, ReplicaState
+from gateway.formcall import parse_form
 from gateway.limits import Lease, Limiter
 from gateway.logs import AccessLog
 from gateway.media import check_media
 from gateway.metrics import Metrics
 from gateway.outcome import Outcome
+from gateway.passthrough import Passing, is_whole, media_type, read_document
 from gateway.routing import Ask, choose
 from gateway.snapshot import Snapshot
 from gateway.sse import StreamTap
@@ -64,6 +68,7 @@ class Gateway:
         self.limiter = limiter or Limiter()
         self.fleet = LoadTable()
         self.draining = False
+        self.finished: list[Outcome] = []  # not booked yet
         self._turns: dict[str, int] = {}  # choices made, by model
 
     def choose(self, model: Model, call: Call, tried: Sequence[str]) -> ReplicaState:
@@ -72,9 +77,13 @@ class Gateway:
         ask = Ask(call.operation, time.monotonic(), turn, getrandbits(30), tried)
         return choose(model, [self.fleet.of(replica) for replica in model.replicas], ask)
 
-    def record(self, outcome: Outcome) -> None:
-        self.metrics.record(outcome)
-        self.access_log.add(outcome)
+    def book(self) -> None:
+        """Takes finished requests into the metrics and the access log. They are gathered and booked together, a few
+        times a second and before anybody reads the metrics: together they cost a third of what each costs alone."""
+        finished, self.finished = self.finished, []
+        for outcome in finished:
+            self.metrics.record(outcome)
+        self.access_log.add(finished)
 
 
 async def serve(gateway: Gateway, cycle: HotCycle) -> None:
@@ -109,7 +118,7 @@ async def serve(gateway: Gateway, cycle: HotCycle) -> None:
         if lease is not None:
             lease.settle(outcome.usage.total if outcome.usage else 0, outcome.ended)
             lease.close(outcome.ended)
-        gateway.record(outcome)
+        gateway.finished.append(outcome)
 
 
 def _end(cycle: HotCycle, outcome: Outcome, error: GatewayError) -> None:
@@ -124,9 +133,12 @@ async def _read_call(cycle: HotCycle, outcome: Outcome) -> Call:
         outcome.waited_for_body = time.monotonic() - begun
     else:
         raw = cycle.take_body()
+    parse: Callable[[Operation, bytes], Call] = parse_call
+    if cycle.operation.takes_form:
+        parse = partial(parse_form, content_type=cycle.headers.get(b"content-type"))
     if len(raw) > PARSE_IN_THREAD_ABOVE:
-        return await asyncio.get_running_loop().run_in_executor(None, parse_call, cycle.operation, raw)
-    return parse_call(cycle.operation, raw)
+        return await asyncio.get_running_loop().run_in_executor(None, parse, cycle.operation, raw)
+    return parse(cycle.operation, raw)
 
 
 def _budget(call: Call, model: Model) -> int:
@@ -220,7 +232,7 @@ class _Attempt:
             cycle.route_headers = b"x-sekisho-replica: %b\r\nx-sekisho-policy: %b\r\n" % (
                 replica.id.encode(), outcome.model.policy.encode() if outcome.model else b"",
             )  # fmt: skip
-        cycle.keepalives = call.stream
+        cycle.keepalives = call.stream and not call.operation.passes
         reply: Reply | None = None
         trial = state.begin()
         outcome.sent = 0.0
@@ -228,7 +240,9 @@ class _Attempt:
             reply = await self._gateway.upstream.open(replica.endpoint, replica.timeouts, request, outcome)
             if reply.status != 200:
                 raise await _refusal(replica, reply)
-            if call.stream:
+            if call.operation.passes:
+                await self._pass(reply)
+            elif call.stream:
                 await self._relay(reply)
             else:
                 await self._answer(reply)
@@ -295,6 +309,33 @@ class _Attempt:
         if not tap.complete:
             raise UpstreamBroken("The engine ended the stream before the answer was finished.")
 
+    async def _pass(self, reply: Reply) -> None:
+        """An answer that is anything but OpenAI's JSON. It counts as shown with its first byte."""
+        call, cycle, outcome = self.call, self._cycle, self._outcome
+        kind = media_type(reply)
+        if is_whole(kind):
+            body = await reply.read()
+            outcome.upstream_ended = time.monotonic()
+            if kind == "application/json":
+                body, failure = read_document(body, call.model)
+                if failure is not None:
+                    raise from_failure(failure)
+            outcome.usage = self._estimate(len(body) // 4)
+            cycle.answer(200, body, content_type=reply.headers[b"content-type"])
+            return
+        sink = Passing(cycle, outcome, reply, kind)
+        cycle.attach(reply.pause, reply.resume)
+        try:
+            await reply.relay(sink)
+        except UpstreamError:
+            self.shown = cycle.started
+            sink.finish_event()
+            raise
+        finally:
+            cycle.detach()
+            if cycle.started:
+                outcome.usage = self._estimate(sink.events)
+
     def _estimate(self, completion: int) -> Usage:
         """For answers that no engine has counted. Leaving early is not free: what was delivered is booked."""
         return Usage(self.call.prompt_tokens, completion, source="estimate")
@@ -339,12 +380,15 @@ class _Attempt:
 def request_bytes(replica: Replica, call: Call, cycle: HotCycle, tenant: str) -> bytes:
     """Head and body for an engine. Nothing of the client's head goes along but its trace context and request id."""
     backend = replica.backend
-    if backend.translates:
+    more = b""
+    if call.operation.takes_form:
+        body = call.for_engine(replica.upstream_model, {})
+        more = b"content-type: %b\r\n" % cycle.headers[b"content-type"]
+    elif backend.translates:
         asked = backend.translate(call.operation, call.body, replica.context_length)
         body = orjson.dumps({"model": replica.upstream_model, **asked})
     else:
         body = call.for_engine(replica.upstream_model, backend.edits(call.operation, call.body))
-    more = b""
     for name in (b"traceparent", b"tracestate"):
         if name in cycle.headers:
             more += b"%b: %b\r\n" % (name, cycle.headers[name])

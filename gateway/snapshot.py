@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
-from backends.base import Backend, ModelFormat
+from backends.base import Backend, ModelFormat, Operation
 from backends.formats import Level, UnreadableModel, inspect, support
 from gateway.config import (
     Config,
@@ -34,8 +34,8 @@ LONGEST_CONTEXT = 8192  # tokens an embedded sequence gets when nobody asked: me
 DEFAULT_COMPLETION = 512  # tokens reserved for an answer when neither request nor model sets a limit
 
 _HEAD = (
-    "POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-    "accept: application/json, text/event-stream\r\naccept-encoding: identity\r\nuser-agent: sekisho\r\n{credentials}"
+    "POST {path} HTTP/1.1\r\nhost: {host}\r\n{content}"
+    "accept: {accept}\r\naccept-encoding: identity\r\nuser-agent: sekisho\r\n{credentials}"
 )
 
 
@@ -176,7 +176,9 @@ def _replica(entry: ModelConfig, given: ReplicaConfig, load: Callable[[str], Bac
         prefix=prefix,
         upstream_model=upstream_model,
         timeouts=Timeouts(given.timeouts.connect, given.timeouts.first_byte, given.timeouts.idle, given.timeouts.total),
-        heads={operation: _head(endpoint, prefix + path, api_key) for operation, path in backend.paths.items()},
+        heads={
+            operation: _head(endpoint, prefix + path, api_key, operation) for operation, path in backend.paths.items()
+        },
         format=given.format or (formats[0] if len(formats) == 1 else None),
         quantization=given.quantization,
         # An engine whose window is set with each request gets the model's where the replica has none of its own.
@@ -217,9 +219,14 @@ def engine_endpoint(given: EngineAccess) -> tuple[Endpoint, str]:
     return endpoint, parts.path.rstrip("/").removesuffix("/v1")
 
 
-def _head(endpoint: Endpoint, path: str, api_key: str | None) -> bytes:
+def _head(endpoint: Endpoint, path: str, api_key: str | None, operation: Operation) -> bytes:
+    """Forms bring a content type of their own with each request."""
     credentials = f"authorization: Bearer {api_key}\r\n" if api_key else ""
-    return _HEAD.format(path=path, host=endpoint.authority, credentials=credentials).encode()
+    content = "" if operation.takes_form else "content-type: application/json\r\n"
+    accept = "*/*" if operation.passes else "application/json, text/event-stream"
+    return _HEAD.format(
+        path=path, host=endpoint.authority, content=content, accept=accept, credentials=credentials
+    ).encode()
 
 
 # --- tenants and keys

@@ -15,7 +15,8 @@ import ssl
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Protocol, cast
 
 import httptools
@@ -58,25 +59,17 @@ class Reply:
     connection unless the answer was read to its end.
     """
 
-    __slots__ = (
-        "_connection",
-        "_decoder",
-        "_limit",
-        "_parts",
-        "_registry",
-        "_sink",
-        "_size",
-        "_waiter",
-        "answered",
-        "begun",
-        "complete",
-        "error",
-        "headers",
-        "last_read",
-        "sent",
-        "status",
-        "timeouts",
-    )  # fmt: skip
+    # Defaults live on the class: an instance stores only what differs, which is most of what making it costs.
+    answered = False  # a byte of an answer has come
+    begun = False  # a byte of its body has come: engines send their headers before they read the prompt
+    status = 0  # 0 until the head is complete
+    headers: Mapping[bytes, bytes] = MappingProxyType({})
+    complete = False
+    error: GatewayError | None = None
+    _size = 0
+    _sink: Sink | None = None
+    _waiter: asyncio.Future[None] | None = None
+    _decoder: _Decoder | None = None
 
     def __init__(
         self, connection: Connection, timeouts: Timeouts, now: float, limit: int, registry: set[Reply]
@@ -86,18 +79,8 @@ class Reply:
         registry.add(self)
         self._limit = limit  # bytes of a body that is collected, and of compressed data blown up in one read
         self._parts: list[bytes] = []
-        self._size = 0
-        self._sink: Sink | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._decoder: _Decoder | None = None
         self.timeouts = timeouts
         self.sent = self.last_read = now
-        self.answered = False  # a byte of an answer has come
-        self.begun = False  # a byte of its body has come: engines send their headers before they read the prompt
-        self.status = 0  # 0 until the head is complete
-        self.headers: dict[bytes, bytes] = {}
-        self.complete = False
-        self.error: GatewayError | None = None
 
     def close(self) -> None:
         """Gives the connection back, or ends it in the middle of the answer. May be called again."""

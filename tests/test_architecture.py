@@ -21,10 +21,10 @@ RANKS: dict[str, int] = {
     for rank, names in enumerate((
         "units keys",
         "types errors config config_checks config_load config_schema config_shape config_values config_yaml",
-        "call jsonscan answers auth catalog limits media outcome routing sse usage metrics logs"  # no network
-        " dialect_tap fit",
+        "call formcall jsonscan multipart answers auth catalog limits media outcome routing sse usage metrics"
+        " logs dialect_tap fit",  # no network
         "snapshot fleet",  # state, one writer each
-        "cycle edge upstream engine_client probe discovery embedded limits_redis",  # all network I/O
+        "cycle edge upstream passthrough engine_client probe discovery embedded limits_redis",  # all network I/O
         "pipeline",
         "api admin docs_page scan",
         "app",
@@ -35,7 +35,7 @@ RANKS: dict[str, int] = {
 STATE_RANK = RANKS["snapshot"]
 
 # Helpers that the adapters share. Every other module in backends/ is one engine and knows nothing of the others.
-BACKEND_RANKS = {"failures": 0, "promtext": 0, "base": 1, "formats": 1, "shaping": 1}
+BACKEND_RANKS = {"failures": 0, "promtext": 0, "cards": 0, "base": 1, "formats": 1, "shaping": 1}
 ENGINE_RANK = 2
 
 # The one way to an engine over the network, and who may use an HTTP client off the hot path, with the reason.
@@ -53,7 +53,8 @@ EMBEDDED_ENGINE_USERS = {"gateway.embedded"}
 NETWORK = {"socket", "ssl", "selectors", "socketserver", "redis", "httpx", "uvicorn", "fastapi", "starlette"}
 CLOCK_AND_CHANCE = {"time", "random"}
 DECIDERS = {
-    f"gateway.{name}" for name in "call jsonscan answers auth catalog limits media routing sse dialect_tap fit".split()
+    f"gateway.{name}"
+    for name in "call formcall jsonscan multipart answers auth catalog limits media routing sse dialect_tap fit".split()
 }
 
 

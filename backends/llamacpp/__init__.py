@@ -6,11 +6,12 @@ Only the adapter lives in this file, and it imports nothing heavy: the gateway l
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import orjson
 
-from backends.base import EngineLoad, ModelFormat, OpenAICompatible, Operation, Probes
+from backends import cards
+from backends.base import JSON, EngineLoad, ModelCard, ModelFormat, OpenAICompatible, Operation, Probes
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,14 @@ class LlamaCpp(OpenAICompatible):
         }
     )
     probes: Probes = Probes(health="/health", load="/load")
+
+    def card(self, entry: JSON) -> ModelCard:
+        meta = cards.mapping(entry.get("meta"))
+        return replace(
+            super().card(entry),
+            format=str(ModelFormat.GGUF),
+            quantization=cards.quantisation(meta.get("quantization")),
+        )
 
     def read_load(self, body: bytes) -> EngineLoad:
         try:

@@ -158,7 +158,9 @@ class Server:
 
     def _models(self) -> dict[str, Any]:
         info = self._info()
-        card = {"id": self._name, "object": "model", "created": 0, "owned_by": "llamacpp"}
+        card: dict[str, Any] = {"id": self._name, "object": "model", "created": 0, "owned_by": "llamacpp"}
+        if not info.generates:
+            card["capabilities"] = ["embeddings"]
         return {"object": "list", "data": [{**card, "max_model_len": info.context, "meta": info.meta}]}
 
     async def _chat(self, call: Call, body: Any) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from backends import cards
 from backends.base import (
     ALL,
+    AUDIO_PATHS,
     CHAT_AND_TEXT,
     CONSTRAINTS,
     JSON,
@@ -44,6 +46,7 @@ class Ollama(OpenAICompatible):
             Operation.CHAT: "/api/chat",
             Operation.COMPLETIONS: "/api/generate",
             Operation.EMBEDDINGS: "/api/embed",
+            Operation.TRANSCRIPTIONS: AUDIO_PATHS[Operation.TRANSCRIPTIONS],
         }
     )
     probes: Probes = Probes(health="/api/version", models="/api/tags")
@@ -79,15 +82,22 @@ class Ollama(OpenAICompatible):
         if not isinstance(entries, list):
             return super().read_models(body)
         return tuple(
-            ModelCard(entry["name"], _context(entry), entry)
+            _card(entry)
             for entry in entries
             if isinstance(entry, dict) and isinstance(entry.get("name"), str)
         )
 
 
-def _context(entry: JSON) -> int | None:
-    details = entry.get("details")
-    return positive(details.get("context_length")) if isinstance(details, dict) else None
+def _card(entry: JSON) -> ModelCard:
+    details = cards.mapping(entry.get("details"))
+    return ModelCard(
+        entry["name"],
+        positive(details.get("context_length")),
+        entry,
+        cards.word(details.get("format")),
+        cards.quantisation(details.get("quantization_level")),
+        cards.capabilities(entry.get("capabilities")),
+    )
 
 
 BACKEND = Ollama()

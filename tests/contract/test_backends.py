@@ -86,6 +86,9 @@ BODIES: dict[Operation, dict[str, Any]] = {
     Operation.RERANK: {"model": "m", "query": "x", "documents": ["a", {"text": "b"}], "top_n": 1},
     Operation.TOKENIZE: {"model": "m", "prompt": "x", "add_special_tokens": False},
     Operation.DETOKENIZE: {"model": "m", "tokens": [1, 2]},
+    Operation.TRANSCRIPTIONS: {"model": "m", "language": "en"},
+    Operation.TRANSLATIONS: {"model": "m", "prompt": "x"},
+    Operation.SPEECH: {"model": "m", "input": "x", "voice": "a", "response_format": "mp3"},
 }  # fmt: skip
 
 

@@ -5,13 +5,14 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import structlog
 
 from backends.base import OpenAICompatible
 from gateway import logs
-from gateway.errors import AuthError, ModelNotFound, UpstreamBroken
+from gateway.errors import AuthError, ModelNotFound, RateLimited, UpstreamBroken
 from gateway.logs import AccessLog, fields
 from gateway.outcome import Outcome
 from gateway.types import Endpoint, Limits, Model, Principal, Replica, Tenant, Timeouts, Usage
@@ -37,8 +38,7 @@ def finished(**more: object) -> Outcome:
 def written(style: str, *outcomes: Outcome) -> str:
     stream = io.BytesIO()
     log = AccessLog(style, stream)
-    for outcome in outcomes:
-        log.add(outcome)
+    log.add(outcomes)
     log.close()
     assert log.dropped == 0
     return stream.getvalue().decode()
@@ -103,13 +103,11 @@ def test_a_stuck_log_drops_lines_and_stalls_nobody(monkeypatch: pytest.MonkeyPat
     stream = Stuck()
     log = AccessLog("json", stream)
     for _ in range(50):  # never waits, although nothing is written
-        for _ in range(10):
-            log.add(finished())
-        log.flush()
+        log.add([finished()] * 10)
     assert 500 - log.dropped <= 100 + 2 * 10
     assert log.dropped > 0
     stream.free.set()
-    log.add(finished())
+    log.add([finished()])
     log.close()
     assert len(stream.getvalue().splitlines()) + log.dropped == 501
 
@@ -132,12 +130,28 @@ class Broken(io.BytesIO):
 def test_a_failed_write_loses_its_lines_and_no_more(error: Exception) -> None:
     stream = Broken(error)
     log = AccessLog("json", stream)
-    log.add(finished())
-    log.flush()
-    log.add(finished(request_id="second"))
+    log.add([finished()])
+    log.add([finished(request_id="second")])
     log.close()
     assert log.dropped == 1
     assert [json.loads(line)["request_id"] for line in stream.getvalue().splitlines()] == ["second"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {}, {"asked": "m"}, {"asked": 'a"b\\c \u00e9'}, {"first_token": 0.0}, {"usage": None}, {"usage": Usage(1, 2)},
+        {"error": RateLimited("x"), "status": 429, "replica": None},
+        {"principal": None, "model": None, "replica": None},
+        {"stream": False, "attempts": 3},
+    ],
+)  # fmt: skip
+def test_the_line_put_together_by_hand_says_what_the_fields_say(more: dict[str, Any]) -> None:
+    outcome = finished(**more)
+    line = json.loads(written("json", outcome))
+    wanted = {name: value for name, value in fields(outcome, 0.0).items() if name != "time"}
+    assert line.pop("time") > 0
+    assert {"asked": None} | line == wanted
 
 
 def test_an_idle_log_writes_nothing() -> None:
