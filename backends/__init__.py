@@ -8,7 +8,8 @@ from functools import cache
 
 from backends.base import Backend
 
-_SHARED = frozenset({"base", "cards", "failures", "formats", "promtext", "shaping"})  # helpers of the adapters, not engines
+# Helpers of the adapters, not engines.
+_SHARED = frozenset({"base", "cards", "failures", "formats", "promtext", "shaping"})
 
 
 @cache

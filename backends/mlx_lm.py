@@ -26,13 +26,14 @@ from backends.shaping import ToolIndexes, choice_index
 # Repositories to download, and files to read from the server's disk.
 REFUSED = frozenset({"adapters", "draft_model"}) | CONSTRAINTS
 DROPPED = frozenset({"role_mapping", "num_draft_tokens"})
-# It checks the type of these and closes the connection without an answer when a whole number stands for a fraction.
+FINGERPRINT = "system_fingerprint"  # tells the server's operating system and kernel
+# A whole number for one of these is of the wrong type: a 400, and before 0.32 the end of the connection.
 _FRACTIONS = ("xtc_probability", "xtc_threshold")
 
 
 @dataclass(frozen=True)
 class MlxLm(OpenAICompatible):
-    """Every failure of its own is a 404; a field of the wrong type ends the connection without a word."""
+    """Every failure of its own is a 404; before 0.32 a field of the wrong type ended the connection without a word."""
 
     kind: str = "mlx_lm"
     formats: frozenset[ModelFormat] = frozenset({ModelFormat.MLX, ModelFormat.SAFETENSORS})
@@ -65,6 +66,11 @@ class MlxLm(OpenAICompatible):
             edits["tools"] = REMOVE  # it knows no tool_choice: without tools there is nothing to call
         return edits
 
+    def fix_answer(self, operation: Operation, answer: Any, body: JSON) -> Any:
+        if not isinstance(answer, dict) or FINGERPRINT not in answer:
+            return answer
+        return {name: value for name, value in answer.items() if name != FINGERPRINT}
+
     def stream_fixer(self, operation: Operation) -> ChunkFixer | None:
         return _Fixer("chat.completion.chunk" if operation is Operation.CHAT else "text_completion")
 
@@ -85,6 +91,7 @@ class _Fixer:
 
     def fix(self, chunk: JSON) -> Sequence[JSON]:
         chunk["object"] = self._name
+        chunk.pop(FINGERPRINT, None)
         choices = chunk.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             delta = choice.get("delta") if isinstance(choice, dict) else None

@@ -19,11 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import errors, metrics
 from gateway.auth import authenticate
-from gateway.catalog import find, may_use, visible
+from gateway.catalog import resolve, visible
 from gateway.cycle import new_request_id
-from gateway.docs_page import documented_operations, render
+from gateway.docs_page import documented_operations, render, with_refusals
 from gateway.edge import HOT_ROUTES
-from gateway.errors import Forbidden, GatewayError, Internal, MethodNotAllowed, ModelNotFound, NotFound
+from gateway.errors import Forbidden, GatewayError, Internal, MethodNotAllowed, NotFound
 from gateway.fleet import Health
 from gateway.pipeline import Gateway
 from gateway.snapshot import Network
@@ -154,9 +154,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}", tags=["models"], summary="One of them")
 async def get_model(request: Request, name: str) -> dict[str, Any]:
-    model = find(name, gateway_of(request).snapshot.names)
-    if model is None or not may_use(principal_of(request), model):
-        raise ModelNotFound(name)
+    model = resolve(name, principal_of(request), gateway_of(request).snapshot.names)
     return model_entry(name, model, gateway_of(request))
 
 
@@ -195,7 +193,7 @@ def documented(app: FastAPI) -> dict[str, Any]:
     """FastAPI's description of its routes, with the hot ones added."""
     schema = app.openapi()
     if "/v1/chat/completions" not in schema["paths"]:
-        schema["paths"] = documented_operations() | schema["paths"]
+        schema["paths"] = documented_operations() | with_refusals(schema["paths"])
         schema["components"] = {
             **schema.get("components", {}),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},

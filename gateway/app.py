@@ -29,7 +29,6 @@ import backends
 from gateway import admin, logs
 from gateway.api import create_app
 from gateway.config import Config, ConfigError, Problem, StartupError, TlsConfig, load
-from gateway.discovery import INTERVAL as LOOK_EVERY
 from gateway.discovery import Discovery
 from gateway.edge import Edge, EdgeSettings
 from gateway.embedded import EmbeddedEngines
@@ -225,6 +224,7 @@ class Application:
                 log.warning("server.host and server.port change only with a restart")
             self._config = config
             self._adopt(snapshot)
+            await self._discovery.forget(config)
             self._metrics.reloads["success"] += 1
             log.info("configuration reloaded")
 
@@ -235,15 +235,17 @@ class Application:
         """Looks at once and then now and then; a look that finds nothing new changes nothing."""
         while True:
             if self._config.discovery:
-                async with self._reloading:
-                    found = await self._discovery.look(self._config)
-                    if found.models != self._gateway.snapshot.config.models:
-                        try:
+                try:
+                    async with self._reloading:
+                        found = await self._discovery.look(self._config, due_only=True)
+                        if found.models != self._gateway.snapshot.config.models:
                             self._adopt(await self._compiled(found))
                             log.info("discovery: %d models are published now", len(found.models))
-                        except ConfigError as error:
-                            log.error("what discovery found cannot be used, the old models stay: %s", error)
-            await asyncio.sleep(LOOK_EVERY)
+                except ConfigError as error:
+                    log.error("what discovery found cannot be used, the old models stay: %s", error)
+                except Exception:
+                    log.exception("discovery failed, the old models stay")
+            await asyncio.sleep(self._discovery.pause(self._config))
 
     def _adopt(self, snapshot: Snapshot) -> None:
         replicas = list(snapshot.replicas())
@@ -315,9 +317,10 @@ class Application:
         await asyncio.sleep(0)
         self._server.should_exit = True
 
-    def _engine_failed(self, problem: str) -> None:
-        """A configuration mistake found while starting ends the start; later on it only takes its replica down."""
-        if not self._prober.served:
+    def _engine_failed(self, model: str, problem: str) -> None:
+        """A configuration mistake found while starting ends the start; later on it only takes its replica down. So does
+        a file that discovery has found: nobody wrote it down."""
+        if not self._prober.served and any(entry.name == model for entry in self._config.models):
             self._problem = problem
             self._stop()
 

@@ -58,6 +58,14 @@ def variants(model: Model) -> list[str]:
     return list(dict.fromkeys(words))
 
 
+def variant_note(model: Model, names: Mapping[str, Model]) -> str:
+    """For the message of a request whose variant is away: which ones there are. Empty for a whole model."""
+    whole = names.get(model.name)
+    if whole is None or whole is model:
+        return ""
+    return f" The model '{model.name}' has the variants: {', '.join(variants(whole)) or 'none'}."
+
+
 def _variant(model: Model, variant: str) -> Model:
     chosen = tuple(replica for replica in model.replicas if variant in _words(replica))
     if not chosen:

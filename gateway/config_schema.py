@@ -511,13 +511,18 @@ class DiscoveryConfig(EngineAccess):
         ),
     )
 
+    interval: PositiveSeconds = Field(
+        30.0,
+        description="Time between two looks at what there is. Default 30s; models come and go that much later.",
+    )
+
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if (self.url is None) == (self.scan is None):
             hint = "write `url` for an engine, `scan` for a folder"
             raise WrongValue("exactly one of `url` and `scan` is needed", hint)
         if self.scan is not None and any(getattr(self, name) is not None for name in ("backend", *_REMOTE_ONLY)):
-            hint = "keep only name_prefix, allow and deny"
+            hint = "keep only name_prefix, allow, deny, join and interval"
             raise WrongValue("`scan` goes with none of the keys that reach an engine", hint)
         return self
 

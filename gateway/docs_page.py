@@ -94,7 +94,9 @@ def _operation(path: str, summary: str, fields: dict[str, Any], needed: list[str
         "400": "The request is wrong; `param` names the field.",
         "401": "No valid key.",
         "404": "No such model for this key.",
+        "408": "The body did not arrive in time.",
         "413": "The body is too large.",
+        "422": "The engine refuses the request.",
         "429": "A limit is reached; retry-after says how long to wait.",
         "502": "The engine failed.",
         "503": "No engine can answer now; retry-after says how long to wait.",
@@ -117,6 +119,30 @@ def _operation(path: str, summary: str, fields: dict[str, Any], needed: list[str
         }
         | {status: {"description": text, "content": error} for status, text in refusals.items()},
     }
+
+
+def with_refusals(paths: dict[str, Any]) -> dict[str, Any]:
+    """The other routes as FastAPI describes them, with what the gateway answers instead of FastAPI's own errors."""
+    error = {"application/json": {"schema": _ERROR}}
+    for path, item in paths.items():
+        for operation in item.values():
+            refusals = {}
+            if operation.get("security") != []:
+                refusals["401"] = "No valid key."
+            if path.startswith("/admin/") or path == "/metrics":
+                refusals["403"] = "The key's role does not allow it."
+            if "{" in path:
+                refusals["404"] = "There is nothing of that name for this key."
+            if path.endswith("/reload"):
+                refusals["400"] = "The new configuration is wrong; the old one stays."
+            responses = operation["responses"]
+            responses.pop("422", None)
+            responses |= {status: {"description": text, "content": error} for status, text in refusals.items()}
+            if path == "/ready":
+                responses["503"] = {**responses["200"], "description": "Not now; the status says why."}
+            elif path == "/metrics":
+                responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    return paths
 
 
 _PAGE = """<!doctype html>

@@ -338,7 +338,7 @@ class EdgeProtocol(HttpToolsProtocol):
             self.transport.abort()
         elif self._deaf:
             return
-        elif self._head_since and now - self._head_since > settings.header_timeout:
+        elif self._head_since and now - self._head_since > settings.header_timeout and not self.is_busy():
             self._refuse(RequestTimeout(f"The request's headers did not arrive within {settings.header_timeout:g} s."))
         elif not self.is_busy():
             if not self._idle_since:

@@ -24,6 +24,8 @@ STEADY = 60.0  # seconds of service after which a crash counts as the first one 
 STOP_GRACE = 12.0  # seconds for a child to finish what it does
 MUST_CHANGE = 2  # exit code of a child that cannot work with what it was given
 
+OnProblem = Callable[[str, str], None]  # the model's name, what is wrong
+
 log = logging.getLogger("sekisho.embedded")
 
 
@@ -31,7 +33,7 @@ class EngineProcess:
     """One child, kept alive until `stop`. `problem` says why it cannot work, once it has said so itself."""
 
     def __init__(
-        self, name: str, socket: str, model: EmbeddedModel, served_name: str, on_problem: Callable[[str], None]
+        self, name: str, socket: str, model: EmbeddedModel, served_name: str, on_problem: OnProblem
     ) -> None:
         self._name, self._socket = name, socket
         self._options = orjson.dumps(
@@ -104,13 +106,13 @@ class EngineProcess:
             log.info("the embedded engine of %s is ready", self._name)
         elif event.get("event") == "failed":
             log.error("the embedded engine of %s: %s", self._name, event.get("message"))
-            self._on_problem(f"{self._name}: {event.get('message')}")
+            self._on_problem(self._name, f"{self._name}: {event.get('message')}")
 
 
 class EmbeddedEngines:
     """The children by socket path. Replicas that are served by equal options share one."""
 
-    def __init__(self, on_problem: Callable[[str], None]) -> None:
+    def __init__(self, on_problem: OnProblem) -> None:
         self._engines: dict[str, EngineProcess] = {}
         self._on_problem = on_problem
         self._stopping: set[asyncio.Task[None]] = set()

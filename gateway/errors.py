@@ -213,6 +213,8 @@ def from_failure(failure: Failure, retry_after: float | None = None) -> GatewayE
     message, kind = failure.message, failure.kind
     if kind is FailureKind.CONTEXT_LENGTH:
         return ContextTooLong(message, param=failure.param or "messages")
+    if kind is FailureKind.UNSUPPORTED and failure.status == 404:  # the route is missing: "Not Found" says too little
+        return UnsupportedOperation("The engine of this model does not offer this operation.", param="model")
     if kind is FailureKind.UNSUPPORTED:
         return UnsupportedOperation(message, param=failure.param)
     if kind is FailureKind.BAD_REQUEST:

@@ -19,6 +19,7 @@ _PASSED = frozenset(
     {_JSON, EVENTS, "text/plain", "text/vtt", "text/srt", "application/x-subrip", "application/octet-stream"}
 )
 _LONGEST_TYPE = 200  # bytes
+_EVENT = b"data:"
 
 
 def media_type(reply: Reply) -> str:
@@ -67,8 +68,9 @@ class Passing:
             self._outcome.first_token = monotonic()
             self._begin()
         if self._events:
-            self.events += data.count(b"data:")
-            self._last = (self._last + data)[-2:]
+            seen = self._last + data
+            self.events += seen.count(_EVENT)
+            self._last = seen[1 - len(_EVENT) :]  # an event's beginning may come in two pieces
         cycle.received(data)
 
     def ended(self) -> None:
@@ -79,7 +81,7 @@ class Passing:
 
     def finish_event(self) -> None:
         """After a stream that broke: what follows has to be an event of its own."""
-        if self._events and self._cycle.started and self._last != b"\n\n":
+        if self._events and self._cycle.started and not self._last.endswith(b"\n\n"):
             self._cycle.received(b"\n\n")
 
     def _begin(self) -> None:

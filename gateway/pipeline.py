@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from random import getrandbits
 
@@ -16,7 +17,7 @@ from backends.failures import Failure, FailureKind
 from gateway.answers import Answer, read_answer
 from gateway.auth import authenticate
 from gateway.call import Call, parse_call
-from gateway.catalog import find, may_use, resolve
+from gateway.catalog import find, may_use, resolve, variant_note
 from gateway.cycle import HotCycle
 from gateway.dialect_tap import FixingTap
 from gateway.errors import (
@@ -50,6 +51,8 @@ MOST_ATTEMPTS = 3  # per model of the fallback chain
 PARSE_IN_THREAD_ABOVE = 1024 * 1024  # bytes of a body whose parsing would hold up everybody else
 
 log = logging.getLogger("sekisho")
+# One thread: the parser keeps the interpreter to itself, and with several of them the event loop would wait for each.
+_parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
 
 class Gateway:
@@ -107,6 +110,8 @@ async def serve(gateway: Gateway, cycle: HotCycle) -> None:
     except asyncio.CancelledError:
         _end(cycle, outcome, ClientGone() if cycle.disconnected else ShuttingDown())
     except GatewayError as error:
+        if error.status == 503 and outcome.model is not None:
+            error.message += variant_note(outcome.model, now.names)
         if outcome.principal is not None and not cycle.extra_headers:
             cycle.extra_headers = gateway.limiter.headers(outcome.principal.limits, outcome.started)
         _end(cycle, outcome, error)
@@ -137,7 +142,7 @@ async def _read_call(cycle: HotCycle, outcome: Outcome) -> Call:
     if cycle.operation.takes_form:
         parse = partial(parse_form, content_type=cycle.headers.get(b"content-type"))
     if len(raw) > PARSE_IN_THREAD_ABOVE:
-        return await asyncio.get_running_loop().run_in_executor(None, parse, cycle.operation, raw)
+        return await asyncio.get_running_loop().run_in_executor(_parser, parse, cycle.operation, raw)
     return parse(cycle.operation, raw)
 
 
@@ -269,7 +274,7 @@ class _Attempt:
         outcome.upstream_ended = time.monotonic()
         if len(body) > PARSE_IN_THREAD_ABOVE:
             answer: Answer = await asyncio.get_running_loop().run_in_executor(
-                None, read_answer, self.call, body, self.state.replica.backend
+                _parser, read_answer, self.call, body, self.state.replica.backend
             )
         else:
             answer = read_answer(self.call, body, self.state.replica.backend)
@@ -297,9 +302,10 @@ class _Attempt:
                 cycle.begin()  # the status is known: nobody has to wait for the first token to see it
             await reply.relay(self)
         except UpstreamError:
-            if not tap.done:
+            if not tap.complete:
                 raise
-            self.ended()  # after its last word an engine may end as it likes
+            tap.cut()
+            self.ended()  # every choice has come to its end: an engine may close as it likes
         finally:
             cycle.detach()
             if tap.events or tap.usage:

@@ -90,10 +90,15 @@ class StreamTap:
                 return b""
         return self._read(data)
 
+    def cut(self) -> None:
+        """The stream will not go on: an event that is held will never be whole."""
+        self._held.clear()
+
     def end(self) -> bytes:
         """The last bytes for the client once the engine has ended the stream. Look at `complete` afterwards."""
         rest = b""
         if self._held and not self.done and self.failure is None:
+            self._prefix = b""  # it may be cut off in the middle: no short way
             rest = self._read(bytes(self._held).rstrip(b"\n") + b"\n\n")
             self._held.clear()
         if self.complete and not self.done:

@@ -335,6 +335,8 @@ class Connection(asyncio.Protocol):
     # --- httptools callbacks
     def on_message_begin(self) -> None:
         self._headers = {}
+        if self._done:
+            self._keep = False  # another answer behind the one that was asked for
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
@@ -343,15 +345,16 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if self._reply is not None and status >= 200:
+        if self._reply is not None and status >= 200 and not self._done:
             self._reply.begin(status, self._headers)
 
     def on_body(self, body: bytes) -> None:
-        self._body.append(body)
+        if not self._done:
+            self._body.append(body)
 
     def on_message_complete(self) -> None:
         # 1xx answers are messages of their own to the parser; the one that counts follows.
-        if self._reply is not None and self._reply.status:
+        if self._reply is not None and self._reply.status and not self._done:
             self._done = True
             self._keep = self._parser.should_keep_alive()
 

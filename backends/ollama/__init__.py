@@ -61,10 +61,12 @@ class Ollama(OpenAICompatible):
     cuts_prompts: bool = True  # versions before `truncate` still do
 
     def refuse(self, operation: Operation, body: JSON) -> Unsupported | None:
+        if operation.takes_form:  # goes to its OpenAI route as it is
+            return None
         return super().refuse(operation, body) or asking.refuse(operation, body)
 
     def translate(self, operation: Operation, body: JSON, context_length: int | None) -> JSON:
-        return asking.translate(operation, body, context_length)
+        return body if operation.takes_form else asking.translate(operation, body, context_length)
 
     def fix_answer(self, operation: Operation, answer: Any, body: JSON) -> Any:
         if not isinstance(answer, dict):
@@ -77,14 +79,17 @@ class Ollama(OpenAICompatible):
         return answers.Stream(operation)
 
     def read_models(self, body: bytes) -> tuple[ModelCard, ...]:
-        """`/api/tags`; or OpenAI's list, of servers that stand in for Ollama."""
+        """`/api/tags`; or OpenAI's list, of servers that stand in for Ollama.
+
+        Models that it would forward to its maker's computers are left out.
+        """
         entries = json_object(body).get("models")
         if not isinstance(entries, list):
             return super().read_models(body)
         return tuple(
             _card(entry)
             for entry in entries
-            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str) and not entry.get("remote_host")
         )
 
 

@@ -284,7 +284,8 @@ Refusal = Callable[[], None] | None
 def _check_trtllm(x: Exchange, body: JSON) -> Refusal:
     known = set(
         "model messages prompt stream stream_options temperature top_p top_k max_tokens n seed stop tools tool_choice"
-        " response_format logprobs top_logprobs logit_bias input encoding_format dimensions user chat_template_kwargs".split()
+        " response_format logprobs top_logprobs logit_bias input encoding_format dimensions user"
+        " chat_template_kwargs".split()
     )
     extra = sorted(body.keys() - known)
     if extra or ("stream_options" in body and not body.get("stream")):

@@ -512,6 +512,23 @@ def test_a_stream_that_breaks_ends_with_one_error_and_never_looks_finished(lab: 
     assert lab.answered(502) == 1 and lab.answered(200) == 0 and lab.tokens("completion") == 3
 
 
+@pytest.mark.parametrize("how", ["close", "reset", "half_chunk"])
+def test_an_engine_that_leaves_after_the_last_finish_has_answered(lab: Lab, how: str) -> None:
+    """The finish reason decides, not `[DONE]`: the client gets a whole answer and the replica is not blamed."""
+
+    def script(x: Exchange) -> None:
+        x.begin()
+        x.role()
+        x.delta("all of it")
+        x.delta({}, "stop")
+        x.pause(0.05)  # a reset takes with it what has not been read
+        getattr(x, how)()
+
+    lab.one(script=script)
+    answer = lab.chat(stream=True)
+    assert answer.ended_well() and answer.text() == "all of it"
+
+
 def test_one_of_two_choices_cut_short_is_not_a_finished_answer(lab: Lab) -> None:
     def script(x: Exchange) -> None:
         x.begin()

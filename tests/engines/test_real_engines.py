@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import math
+import re
 import struct
 import time
 from collections.abc import Callable, Iterable
@@ -102,15 +103,33 @@ def test_usage_comes_last_for_those_who_ask(engine: RealEngine, sdk: openai.Open
     assert [chunk.usage for chunk in chunks if chunk.usage] == [] and len(finishes(chunks)) == 1
 
 
+def cut_at(engine: RealEngine, sdk: openai.OpenAI, find: Callable[[str], str]) -> None:
+    """Asks again with a piece of the answer as a stop sequence, plain and streamed."""
+    ask: dict[str, Any] = {"model": name_of(engine), "messages": HELLO, **GREEDY}
+    text = sdk.chat.completions.create(**ask).choices[0].message.content or ""
+    stop = find(text)
+    before = text[: text.index(stop)]
+    cut = sdk.chat.completions.create(stop=[stop], **ask).choices[0]
+    assert (cut.message.content, cut.finish_reason) == (before, "stop")
+    chunks = list(sdk.chat.completions.create(stop=stop, stream=True, **ask))
+    assert (text_of(chunks), finishes(chunks)) == (before, ["stop"])
+
+
 @every
-def test_stop_sequences(engine: RealEngine, sdk: openai.OpenAI) -> None:
-    text = sdk.chat.completions.create(model=name_of(engine), messages=HELLO, **GREEDY).choices[0].message.content
-    assert text and len(text) > 12
-    stop = text[8:11]
-    cut = sdk.chat.completions.create(model=name_of(engine), messages=HELLO, stop=[stop], **GREEDY).choices[0]
-    assert (cut.message.content, cut.finish_reason) == (text[: text.index(stop)], "stop")
-    chunks = list(sdk.chat.completions.create(model=name_of(engine), messages=HELLO, stop=stop, stream=True, **GREEDY))
-    assert (text_of(chunks), finishes(chunks)) == (text[: text.index(stop)], ["stop"])
+def test_a_word_as_a_stop_sequence(engine: RealEngine, sdk: openai.OpenAI) -> None:
+    cut_at(engine, sdk, lambda text: re.findall(r" [a-z]{2,}", text)[1])
+
+
+MLX_CUTS_OUT = "MLX LM takes a stop sequence that is not made of whole tokens out of the text and goes on"
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(name, marks=pytest.mark.xfail(name == "mlx", reason=MLX_CUTS_OUT)) for name in CHATTING],
+    indirect=True,
+)
+def test_a_stop_sequence_across_tokens(engine: RealEngine, sdk: openai.OpenAI) -> None:
+    cut_at(engine, sdk, lambda text: text[8:11])
 
 
 @every
@@ -469,19 +488,20 @@ def manners(body: bytes) -> dict[str, Any]:
     }  # fmt: skip
 
 
+SHORT = GREEDY | {"max_tokens": 4}  # ends by its limit: at its own end vLLM has no text left for the last chunk
 doubled = only(*(name for name in CHATTING if KINDS[name].dialect is not None))
 
 
 @doubled
 def test_the_double_streams_chats_like_the_engine(engine: RealEngine) -> None:
-    body = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}, **GREEDY}
+    body = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}, **SHORT}
     dialect = DIALECTS[engine.kind.dialect or ""]
     assert manners(dialect.stream(usage=USAGE)) == manners(engine.post("/v1/chat/completions", body).content)
 
 
 @doubled
 def test_the_double_streams_texts_like_the_engine(engine: RealEngine) -> None:
-    body = {"prompt": "The sky is", "stream": True, "stream_options": {"include_usage": True}, **GREEDY}
+    body = {"prompt": "The sky is", "stream": True, "stream_options": {"include_usage": True}, **SHORT}
 
     def wording(stream: bytes) -> dict[str, Any]:
         chunks = [json.loads(event.data) for event in parse(stream).events if event.data != "[DONE]"]

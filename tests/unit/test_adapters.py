@@ -11,12 +11,14 @@ import orjson
 import pytest
 
 import backends
-from backends.base import CONSTRAINTS, REMOVE, Capability, EngineLoad, ModelFormat, Operation
+from backends.base import CONSTRAINTS, REMOVE, Capability, EngineLoad, ModelCard, ModelFormat, Operation
 from backends.failures import FailureKind, read_failure
 from backends.shaping import ToolIndexes, rerank_answer
 from gateway.answers import read_answer
 from gateway.call import parse_call
+from gateway.config import DiscoveryConfig
 from gateway.dialect_tap import FixingTap
+from gateway.discovery import _of_card
 from gateway.errors import UnsupportedOperation
 from gateway.fit import looks_cut, too_long
 from gateway.sse import DONE
@@ -311,6 +313,10 @@ def test_mlx_says_its_role_once() -> None:
         {"role": "assistant", "content": "a"}, {"content": "b"}, {},
     ]  # fmt: skip
     assert {event["object"] for event in events[:-1]} == {"chat.completion.chunk"}
+    told_of_host = {"choices": [], "system_fingerprint": "0.32-Linux-6.18"}
+    assert fixed("mlx_lm", CHAT, told_of_host) == {"choices": []}
+    (only,) = told(tap("mlx_lm"), [b"data: " + orjson.dumps(told_of_host) + b"\n\n"])
+    assert "system_fingerprint" not in only
 
 
 def indexes(*rounds: list[dict[str, Any]]) -> list[int]:
@@ -437,3 +443,14 @@ def test_a_prompt_that_looks_cut() -> None:
 
 def test_the_refusal_is_a_bad_request_with_a_code() -> None:
     assert UnsupportedOperation("x", param="n").code == "unsupported_value"
+
+
+def test_discovery_never_asks_for_the_longest_window() -> None:
+    """Ollama lists what a model was trained for; sent as num_ctx, that would fill the machine's memory."""
+    cards = backends.load("ollama").read_models(
+        b'{"models":[{"name":"llama3:8b","details":{"format":"gguf","context_length":131072}}]}'
+    )
+    entry = DiscoveryConfig(backend="ollama", url="http://127.0.0.1:11434")
+    assert "context_length" not in _of_card(entry, cards[0])
+    served = DiscoveryConfig(backend="vllm", url="http://127.0.0.1:8000")
+    assert _of_card(served, ModelCard("m", 32768))["context_length"] == 32768

@@ -17,27 +17,37 @@ def read(kind: str, listing: Any) -> list[Facts]:
 
 
 def openai_list(*entries: dict[str, Any], owned_by: str = "x") -> dict[str, Any]:
-    return {"object": "list", "data": [{"object": "model", "created": 1, "owned_by": owned_by} | one for one in entries]}
+    head = {"object": "model", "created": 1, "owned_by": owned_by}
+    return {"object": "list", "data": [head | one for one in entries]}
 
 
 def test_ollama() -> None:
     def entry(name: str, details: dict[str, Any], **more: Any) -> dict[str, Any]:
-        return {"name": name, "model": name, "modified_at": "2026-08-21T10:00:00Z", "size": 1, "digest": "ab"} | {
-            "details": {"parent_model": "", "family": "llama", "families": ["llama"], "parameter_size": "8.0B"} | details
-        } | more  # fmt: skip
+        family = {"parent_model": "", "family": "llama", "families": ["llama"], "parameter_size": "8.0B"}
+        head = {"name": name, "model": name, "modified_at": "2026-08-21T10:00:00Z", "size": 1, "digest": "ab"}
+        return head | {"details": family | details} | more
 
     listing = {
         "models": [
-            entry("llama3:latest", {"format": "gguf", "quantization_level": "Q4_K_M", "context_length": 8192},
-                  capabilities=["completion", "tools", "thinking"]),
-            entry("nomic-embed-text:latest", {"format": "gguf", "quantization_level": "F16", "context_length": 2048},
-                  capabilities=["embedding"]),
+            entry(
+                "llama3:latest",
+                {"format": "gguf", "quantization_level": "Q4_K_M", "context_length": 8192},
+                capabilities=["completion", "tools", "thinking"],
+            ),
+            entry(
+                "nomic-embed-text:latest",
+                {"format": "gguf", "quantization_level": "F16", "context_length": 2048},
+                capabilities=["embedding"],
+            ),
             entry("old:7b", {"format": "gguf", "quantization_level": "Q4_0"}),
             entry("mlx:latest", {"format": "safetensors", "quantization_level": "nvfp4"}, capabilities=["vision"]),
             entry("odd", {"format": 5, "quantization_level": "unknown", "context_length": "x"}, capabilities="tools"),
-            {"name": "bare"}, {"no": "name"}, 7,
+            {"name": "bare"},
+            entry("big:cloud", {}, remote_model="big", remote_host="https://example.com:443"),
+            {"no": "name"},
+            7,
         ]
-    }  # fmt: skip
+    }
     assert read("ollama", listing) == [
         ("llama3:latest", 8192, "gguf", "Q4_K_M", ("completion", "tools", "reasoning")),
         ("nomic-embed-text:latest", 2048, "gguf", "F16", ("embeddings",)),
@@ -50,10 +60,20 @@ def test_ollama() -> None:
 
 def test_lm_studio() -> None:
     def entry(key: str, **more: Any) -> dict[str, Any]:
-        return {"type": "llm", "publisher": "p", "key": key, "display_name": "D", "architecture": "a",
-                "quantization": {"name": "Q4_K_M", "bits_per_weight": 4}, "size_bytes": 1, "params_string": "7B",
-                "loaded_instances": [], "max_context_length": 131072, "format": "gguf",
-                "capabilities": {"vision": False, "trained_for_tool_use": True}} | more  # fmt: skip
+        return {
+            "type": "llm",
+            "publisher": "p",
+            "key": key,
+            "display_name": "D",
+            "architecture": "a",
+            "quantization": {"name": "Q4_K_M", "bits_per_weight": 4},
+            "size_bytes": 1,
+            "params_string": "7B",
+            "loaded_instances": [],
+            "max_context_length": 131072,
+            "format": "gguf",
+            "capabilities": {"vision": False, "trained_for_tool_use": True},
+        } | more
 
     loaded = [{"id": "a", "config": {"context_length": 8192}}, {"id": "b", "config": {"context_length": 4096}}]
     listing = {
@@ -63,9 +83,10 @@ def test_lm_studio() -> None:
             entry("mlx/gemma", format="mlx", quantization={"name": "4bit"}, capabilities={"vision": True}),
             entry("nomic", type="embedding", max_context_length=2048, capabilities=None),
             entry("bare", format=None, quantization=None, capabilities=None, max_context_length=None),
-            {"key": 3}, None,
+            {"key": 3},
+            None,
         ]
-    }  # fmt: skip
+    }
     assert read("lmstudio", listing) == [
         ("qwen/qwen3-8b", 131072, "gguf", "Q4_K_M", ("tools",)),
         ("loaded", 4096, "gguf", "Q4_K_M", ("tools",)),
@@ -77,8 +98,9 @@ def test_lm_studio() -> None:
 
 
 def test_llama_server_alone() -> None:
-    meta = {"vocab_type": 2, "n_vocab": 49152, "n_ctx": 4096, "n_ctx_train": 8192, "n_embd": 576, "ftype": "Q4_K - Medium"}
-    listing = openai_list({"id": "smol", "meta": meta, "architecture": {"input_modalities": ["text", "image", "audio"]}})
+    meta = {"n_vocab": 49152, "n_ctx": 4096, "n_ctx_train": 8192, "n_embd": 576, "ftype": "Q4_K - Medium"}
+    modalities = {"input_modalities": ["text", "image", "audio"]}
+    listing = openai_list({"id": "smol", "meta": meta, "architecture": modalities})
     listing["models"] = [{"name": "smol", "model": "smol", "capabilities": ["completion", "multimodal"]}]
     assert read("llama_server", listing) == [("smol", 4096, "gguf", "Q4_K_M", ("completion", "vision", "audio"))]
     older = openai_list({"id": "smol", "meta": {"n_ctx_train": 8192}}, {"id": "null", "meta": None})
@@ -91,22 +113,29 @@ def test_llama_server_as_a_router() -> None:
 
     listing = openai_list(entry("a", "loaded"), entry("b", "unloaded"), entry("e", "sleeping", "--embeddings"))
     assert read("llama_server", listing) == [
-        ("a", None, "gguf", None, ()), ("b", None, "gguf", None, ()), ("e", None, "gguf", None, ("embeddings",)),
-    ]  # fmt: skip
+        ("a", None, "gguf", None, ()),
+        ("b", None, "gguf", None, ()),
+        ("e", None, "gguf", None, ("embeddings",)),
+    ]
 
 
 def test_vllm_and_sglang() -> None:
     base = {"id": "org/base", "root": "/srv/w", "parent": None, "max_model_len": 32768}
     adapter = {"id": "adapter", "root": "/srv/l", "parent": "org/base", "max_model_len": None}
     assert read("vllm", openai_list(base, adapter, owned_by="vllm")) == [
-        ("org/base", 32768, None, None, ()), ("adapter", 32768, None, None, ()),
-    ]  # fmt: skip
+        ("org/base", 32768, None, None, ()),
+        ("adapter", 32768, None, None, ()),
+    ]
     assert read("sglang", openai_list(base, owned_by="sglang")) == [("org/base", 32768, None, None, ())]
 
 
 def test_tabbyapi() -> None:
-    loaded = {"id": "Llama-exl3", "object": "model", "owned_by": "tabbyAPI",
-              "parameters": {"max_seq_len": 16384, "cache_size": 65536, "use_vision": True}}  # fmt: skip
+    loaded = {
+        "id": "Llama-exl3",
+        "object": "model",
+        "owned_by": "tabbyAPI",
+        "parameters": {"max_seq_len": 16384, "cache_size": 65536, "use_vision": True},
+    }
     assert read("tabbyapi", loaded) == [("Llama-exl3", 16384, None, None, ("vision",))]
     assert read("tabbyapi", openai_list({"id": "x", "parameters": None})) == [("x", None, None, None, ())]
     assert backends.load("tabbyapi").probes.models == "/v1/model"
@@ -127,9 +156,19 @@ def test_another_gateway() -> None:
 
 @pytest.mark.parametrize(
     ("said", "meant"),
-    [("Q4_K - Medium", "Q4_K_M"), ("Q3_K - Small", "Q3_K_S"), ("Q8_0", "Q8_0"), ("  F16 ", "F16"), ("unknown", None),
-     ("", None), (None, None), (4, None), ("a\nb", None), ("x" * 65, None)],
-)  # fmt: skip
+    [
+        ("Q4_K - Medium", "Q4_K_M"),
+        ("Q3_K - Small", "Q3_K_S"),
+        ("Q8_0", "Q8_0"),
+        ("  F16 ", "F16"),
+        ("unknown", None),
+        ("", None),
+        (None, None),
+        (4, None),
+        ("a\nb", None),
+        ("x" * 65, None),
+    ],
+)
 def test_quantisations(said: object, meant: str | None) -> None:
     assert cards.quantisation(said) == meant
 
