@@ -25,8 +25,8 @@ from gateway.docs_page import documented_operations, render, with_refusals
 from gateway.edge import HOT_ROUTES
 from gateway.errors import Forbidden, GatewayError, Internal, MethodNotAllowed, NotFound
 from gateway.fleet import Health
-from gateway.pipeline import Gateway
 from gateway.snapshot import Network
+from gateway.state import Gateway
 from gateway.types import Model, Principal
 
 OPEN_PATHS = frozenset({"/health", "/ready"})

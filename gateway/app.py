@@ -34,9 +34,10 @@ from gateway.edge import Edge, EdgeSettings
 from gateway.embedded import EmbeddedEngines
 from gateway.logs import AccessLog
 from gateway.metrics import Metrics
-from gateway.pipeline import Gateway, serve
+from gateway.pipeline import serve
 from gateway.probe import Prober
 from gateway.snapshot import Snapshot, compile_config
+from gateway.state import Gateway
 from gateway.upstream import TICK, Upstream, tls_context
 
 BACKLOG = 4096

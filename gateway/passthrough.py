@@ -11,7 +11,7 @@ from gateway import jsonscan
 from gateway.cycle import HotCycle
 from gateway.errors import UpstreamBroken
 from gateway.outcome import Outcome
-from gateway.upstream import Reply
+from gateway.reply import Reply
 
 EVENTS = "text/event-stream"
 _JSON = "application/json"

@@ -24,8 +24,8 @@ RANKS: dict[str, int] = {
         "call formcall jsonscan multipart answers auth catalog limits media outcome routing sse usage metrics"
         " logs dialect_tap fit",  # no network
         "snapshot fleet",  # state, one writer each
-        "cycle edge upstream passthrough engine_client probe discovery embedded limits_redis",  # all network I/O
-        "pipeline",
+        "reply cycle edge upstream passthrough engine_client probe discovery embedded limits_redis",  # all network I/O
+        "state attempt pipeline",
         "api admin docs_page scan",
         "app",
         "__main__",

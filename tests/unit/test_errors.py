@@ -128,7 +128,7 @@ def failure(kind: FailureKind, status: int = 0, param: str | None = None) -> Fai
         (failure(FailureKind.CONTEXT_LENGTH, 500, "prompt"), ContextTooLong, 400, "prompt"),
         (failure(FailureKind.CONTEXT_LENGTH), ContextTooLong, 400, "messages"),
         (failure(FailureKind.UNSUPPORTED, 501, "tools"), UnsupportedOperation, 400, "tools"),
-        (failure(FailureKind.UNSUPPORTED, 404), UnsupportedOperation, 400, None),
+        (failure(FailureKind.UNSUPPORTED, 404), UnsupportedOperation, 400, "model"),
         (failure(FailureKind.BAD_REQUEST, 400, "n"), BadRequest, 400, "n"),
         (failure(FailureKind.BAD_REQUEST, 422), BadRequest, 422, None),
         (failure(FailureKind.BAD_REQUEST, 413), BadRequest, 413, None),

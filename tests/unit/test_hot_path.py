@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 
 from backends.base import OpenAICompatible, Operation
+from gateway.attempt import Attempt
 from gateway.call import parse_call
 from gateway.cycle import HotCycle
 from gateway.fleet import ReplicaState
 from gateway.outcome import Outcome
-from gateway.pipeline import _Attempt
+from gateway.reply import Reply
 from gateway.sse import StreamTap
 from gateway.types import Endpoint, Replica, Timeouts
-from gateway.upstream import Connection, Reply
+from gateway.upstream import Connection
 
 TAP_CALLS = 4  # feed, endswith, startswith, count: one Python call, three of C
 TAP_CALLS_RENAMED = 5  # and replace
@@ -154,7 +155,7 @@ async def path_costs(asked: str) -> tuple[list[int], Transport]:
     transport: Any = Transport()
     cycle = HotCycle(client, Operation.CHAT, {}, True, True)
     gateway: Any = None
-    attempt = _Attempt(
+    attempt = Attempt(
         gateway, parse_call(Operation.CHAT, body), cycle, Outcome("chat", "req_1", 0.0), ReplicaState(replica)
     )
     attempt.tap = StreamTap(asked, strip_usage=True)
