@@ -220,7 +220,7 @@ def test_a_client_that_does_not_read_stops_the_engine(lab: Lab, framed: bool) ->
 
 def test_a_paused_stream_is_not_taken_for_a_silent_engine(lab: Lab) -> None:
     """The client stops reading for longer than the idle limit, and gets all of it when it goes on."""
-    count = 2500
+    count = 8000  # 32 MB: more than the kernel buffers of both sides take in
     sent = threading.Event()
 
     def script(x: Exchange) -> None:
