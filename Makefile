@@ -39,7 +39,7 @@ test: dev servers model ## check, then every test that needs no engine beside th
 	@$(MAKE) --no-print-directory check
 	@echo "[test] all tests"; $(PY) -m pytest -q tests --ignore tests/engines $(ARGS)
 
-engines: dev model ## real llama-server and vLLM: installs both once (about 15 minutes), then tests/engines
+engines: dev model ## real llama-server, vLLM and MLX LM: installs them once (about 15 minutes), then tests/engines
 	@scripts/engines.sh $(ARGS)
 
 fmt:       ## fixes what ruff can fix: import order, outdated syntax
