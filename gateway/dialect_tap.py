@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import orjson
 
-from backends.base import Backend, ChunkFixer
-from backends.failures import Failure, FailureKind
-from gateway.sse import StreamTap, read_usage
+from backends.base import JSON, Backend, ChunkFixer
+from backends.failures import Failure
+from gateway.sse import StreamTap
 
 
 class FixingTap(StreamTap):
@@ -32,29 +32,15 @@ class FixingTap(StreamTap):
     def _event(self, block: bytes, text: bytes, *, simple: bool) -> bytes:
         if text.strip() == b"[DONE]":
             return self._last(block)
-        try:
-            chunk = orjson.loads(text)
-        except orjson.JSONDecodeError:
-            chunk = None
-        if not isinstance(chunk, dict):
-            self.failure = Failure(FailureKind.BROKEN, "The engine sent an event that is not a JSON object.")
-            return b""
-        if chunk.get("error") or chunk.get("object") == "error":
-            self.failure = self._backend.read_failure(0, text)
-            return b""
-        return b"".join([self._passed(fixed) for fixed in self._fixer.fix(chunk)])
+        chunk = self._parse(text)
+        return b"" if chunk is None else b"".join([self._passed(fixed) for fixed in self._fixer.fix(chunk)])
 
-    def _passed(self, chunk: dict[str, object]) -> bytes:
-        choices = chunk.get("choices") or []
-        usage = read_usage(chunk.get("usage"))
-        if usage is not None:
-            self.usage = usage
-            if not choices and self.strip_usage:
-                return b""
-        if self._read_choices(choices):
-            self.tokens += 1
-            self.started = True
-        self.events += 1
+    def _read_failure(self, text: bytes) -> Failure:
+        return self._backend.read_failure(0, text)
+
+    def _passed(self, chunk: JSON) -> bytes:
+        if not self._book(chunk):
+            return b""
         if "model" in chunk:
             chunk["model"] = self.asked
         return b"data: %b\n\n" % orjson.dumps(chunk)

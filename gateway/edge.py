@@ -3,8 +3,8 @@
 uvicorn stays the server: it accepts, terminates TLS, pipelines and stops gracefully. On the few routes that carry
 inference its request cycle is replaced by `HotCycle`, which runs `serve` in one task and writes to the transport
 itself, without ASGI's messages; every other route goes on to FastAPI. `serve` sees only the methods of `HotCycle`, so
-the edge can change without it. Relies on the attributes of uvicorn 0.54's `HttpToolsProtocol`, pinned and tested in
-tests/unit/test_edge.py.
+the edge can change without it. Relies on the attributes of uvicorn 0.54's `HttpToolsProtocol`: the version is pinned,
+and tests/e2e/test_edge.py exercises what is relied on.
 """
 
 from __future__ import annotations

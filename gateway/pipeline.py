@@ -59,8 +59,6 @@ async def serve(gateway: Gateway, cycle: HotCycle) -> None:
     except asyncio.CancelledError:
         _end(cycle, outcome, ClientGone() if cycle.disconnected else ShuttingDown())
     except GatewayError as error:
-        if error.status == 503 and outcome.model is not None:
-            error.message += variant_note(outcome.model, now.names)
         if outcome.principal is not None and not cycle.extra_headers:
             cycle.extra_headers = gateway.limiter.headers(outcome.principal.limits, outcome.started)
         _end(cycle, outcome, error)
@@ -115,11 +113,8 @@ async def _forward(gateway: Gateway, now: Snapshot, call: Call, cycle: HotCycle,
             except NoReplica as error:
                 last = last or _unfit_for_all(model, call) or error
                 break
-            replica = state.replica
-            tried.append(replica.id)
-            if replica.backend.refuse(call.operation, call.body) is not None or (
-                replica.backend.cuts_prompts and _unfit(replica, call) is not None
-            ):
+            tried.append(state.replica.id)
+            if _unfit(state.replica, call) is not None:
                 continue  # another one may be able to
             attempts += 1
             outcome.attempts += 1
@@ -132,7 +127,10 @@ async def _forward(gateway: Gateway, now: Snapshot, call: Call, cycle: HotCycle,
                 if attempt.shown or not error.retryable:
                     raise
                 last = error
-    raise last or NoReplica("No replica of this model is available at the moment.", retry_after=5)
+    last = last or NoReplica("No replica of this model is available at the moment.", retry_after=5)
+    if last.status == 503 and outcome.model is not None:
+        last.message += variant_note(outcome.model, now.names)
+    raise last
 
 
 def _unfit(replica: Replica, call: Call) -> GatewayError | None:

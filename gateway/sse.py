@@ -176,27 +176,41 @@ class StreamTap:
     def _event(self, block: bytes, text: bytes, *, simple: bool) -> bytes:
         if text.strip() == b"[DONE]":
             return self._last(block)
+        chunk = self._parse(text)
+        if chunk is None or not self._book(chunk):
+            return b""
+        return self._named(block, chunk, simple)
+
+    def _parse(self, text: bytes) -> dict[str, Any] | None:
+        """A chunk; None when it is an error or makes no sense, which ends the stream."""
         try:
             chunk = orjson.loads(text)
         except orjson.JSONDecodeError:
             chunk = None
         if not isinstance(chunk, dict):
             self.failure = Failure(FailureKind.BROKEN, "The engine sent an event that is not a JSON object.")
-            return b""
+            return None
         if chunk.get("error") or chunk.get("object") == "error":  # the second: flat errors of older vLLM and SGLang
-            self.failure = read_failure(0, text)
-            return b""
+            self.failure = self._read_failure(text)
+            return None
+        return chunk
+
+    def _read_failure(self, text: bytes) -> Failure:
+        return read_failure(0, text)
+
+    def _book(self, chunk: dict[str, Any]) -> bool:
+        """Reads what a chunk says of usage and choices; whether the client is to see it."""
         choices = chunk.get("choices") or []
         usage = read_usage(chunk.get("usage"))
         if usage is not None:
             self.usage = usage
             if not choices and self.strip_usage:
-                return b""
+                return False
         if self._read_choices(choices):
             self.tokens += 1
             self.started = True
         self.events += 1
-        return self._named(block, chunk, simple)
+        return True
 
     def _last(self, block: bytes) -> bytes:
         if not self.complete:

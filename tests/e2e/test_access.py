@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.doubles.dialects import UPSTREAM_MODEL
+from tests.doubles.engine import Exchange
 from tests.e2e.harness import ADMIN, Gateway, Lab, base_config, chat, digest, eventually, replica, together
-from tests.e2e.wire import Wire
+from tests.e2e.wire import Wire, request
 
 OPERATOR = "sk-operator" + "o" * 40
 
@@ -464,3 +466,37 @@ def test_a_key_expires_by_the_clock(lab: Lab) -> None:
     first = lab.call(chat(), key=short).status
     assert first == 200 or time.time() > soon.timestamp() - 0.5
     assert eventually(lambda: lab.call(chat(), key=short).status == 401)
+
+
+# --- who answered, and who should
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_route_is_shown_only_when_the_operator_says_so(lab: Lab, shown: bool, stream: bool) -> None:
+    lab.serve({"m": [replica(lab.engine())]}, server={"expose_route": shown})
+    answer = lab.call(chat(stream=stream))
+    assert answer.status == 200
+    assert (answer.header("x-sekisho-policy") == "least_load") is shown
+    name = answer.header("x-sekisho-replica")
+    assert (name is not None and name.startswith("m/vllm-") and "127.0.0.1" not in name) if shown else name is None
+
+
+def test_the_preferred_format_answers_until_it_cannot(lab: Lab) -> None:
+    first, second = lab.engine(), lab.engine()
+    replicas = [replica(first, format="safetensors"), replica(second, format="awq", max_inflight=1)]
+    lab.serve({"m": {"format_preference": ["awq", "safetensors"], "replicas": replicas}})
+    for _ in range(6):
+        assert lab.chat().status == 200
+    assert (len(first.requests), len(second.requests)) == (0, 6)
+    release = threading.Event()
+
+    def late(x: Exchange) -> None:
+        x.wait(release)
+        x.reply(x.dialect.completion("late"))
+
+    second.once(late)
+    with lab.gateway.wire() as busy:
+        busy.send(request("POST", "/v1/chat/completions", chat(), key=lab.key))
+        assert eventually(lambda: second.running == 1)
+        assert lab.chat().status == 200 and len(first.requests) == 1
+        release.set()
+        assert busy.answer().rest().status == 200
