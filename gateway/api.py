@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from http import HTTPStatus
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -18,15 +17,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import errors, metrics
-from gateway.auth import authenticate
+from gateway.addresses import is_inside
 from gateway.catalog import resolve, visible
 from gateway.cycle import new_request_id
 from gateway.docs_page import documented_operations, render, with_refusals
 from gateway.edge import HOT_ROUTES
 from gateway.errors import Forbidden, GatewayError, Internal, MethodNotAllowed, NotFound
 from gateway.fleet import Health
-from gateway.snapshot import Network
-from gateway.state import Gateway
+from gateway.state import Gateway, caller_address
 from gateway.types import Model, Principal
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -52,23 +50,24 @@ class Gatekeeper:
             await send(message)
 
         try:
-            self._admit(scope)
+            await self._admit(scope)
         except GatewayError as error:
             await respond(error)(scope, receive, tagged)
             return
         await self._app(scope, receive, tagged)
 
-    def _admit(self, scope: Scope) -> None:
+    async def _admit(self, scope: Scope) -> None:
         """Raises: AuthError, Forbidden."""
         now, path = self._gateway.snapshot, scope["path"]
         if path in OPEN_PATHS or (path in DOCUMENTATION and now.config.server.public_docs):
             return
-        if path == PROMETHEUS and is_inside(client_address(scope, now.trusted_proxies), now.metrics_networks):
+        visitor = Visitor(scope)
+        if path == PROMETHEUS and is_inside(caller_address(visitor, now), now.metrics_networks):
             return
-        principal = authenticate(dict(scope["headers"]), now.keys, now.anonymous, time.time())
+        principal = await self._gateway.identify(visitor, now)
         if path == PROMETHEUS and principal.role != "admin":
             raise Forbidden("Metrics need a key with the admin role, or an address listed in metrics.allow.")
-        scope["state"]["principal"] = principal
+        scope["state"] |= {"principal": principal, "address": str(caller_address(visitor, now) or "")}
 
 
 def respond(error: GatewayError) -> Response:
@@ -76,29 +75,13 @@ def respond(error: GatewayError) -> Response:
     return Response(errors.body(error), error.status, headers, media_type="application/json")
 
 
-def client_address(scope: Scope, trusted: tuple[Network, ...]) -> IPv4Address | IPv6Address | None:
-    """The caller's address: the peer's, or the last one in X-Forwarded-For that is not a trusted proxy's."""
-    peer = _address(scope["client"][0]) if scope.get("client") else None
-    if not is_inside(peer, trusted):
-        return peer
-    forwarded = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for").decode("latin-1")
-    for hop in reversed([hop.strip() for hop in forwarded.split(",") if hop.strip()]):
-        peer = _address(hop)
-        if not is_inside(peer, trusted):
-            break
-    return peer
+class Visitor:
+    """The sender of a request that came through ASGI: a `state.Caller`."""
 
-
-def _address(text: str) -> IPv4Address | IPv6Address | None:
-    try:
-        address = ip_address(text)
-    except ValueError:
-        return None
-    return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address
-
-
-def is_inside(address: IPv4Address | IPv6Address | None, networks: tuple[Network, ...]) -> bool:
-    return address is not None and any(address in network for network in networks)
+    def __init__(self, scope: Scope) -> None:
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.peer: str | None = scope["client"][0] if scope.get("client") else None
+        self.certificate: tuple[str, ...] = scope["state"].get("certificate", ())
 
 
 router = APIRouter()

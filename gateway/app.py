@@ -336,6 +336,7 @@ def edge_settings(config: Config) -> EdgeSettings:
         body_timeout=server.body_timeout,
         idle_timeout=server.idle_timeout,
         keepalive_interval=server.keepalive_interval,
+        behind_proxies=bool(server.trusted_proxies),
     )
 
 
@@ -347,4 +348,10 @@ def server_tls(given: TlsConfig | None) -> ssl.SSLContext:
         context.load_cert_chain(os.fspath(given.cert_file), os.fspath(given.key_file))
     except (OSError, ssl.SSLError):
         raise StartupError("server.tls: the certificate and key do not belong together or cannot be read") from None
+    if given.client_ca_file is not None:
+        try:
+            context.load_verify_locations(os.fspath(given.client_ca_file))
+        except (OSError, ssl.SSLError):
+            raise StartupError("server.tls.client_ca_file is no certificate that can be read") from None
+        context.verify_mode = ssl.CERT_REQUIRED
     return context

@@ -104,6 +104,10 @@ def _tenants(config: Config, show: Show) -> Iterator[Finding]:
 
 
 def _issuers(config: Config) -> Iterator[Finding]:
+    tls = config.server.tls
+    if config.auth.certificates and (tls is None or tls.client_ca_file is None):
+        hint = "set `server.tls.client_ca_file`"
+        yield Finding(("auth", "certificates"), "client certificates that nobody asks for", hint)
     seen: set[tuple[str, str]] = set()
     for index, issuer in enumerate(config.auth.jwt):
         if (issuer.issuer, issuer.audience) in seen:
@@ -133,7 +137,8 @@ def _files(config: Config) -> Iterator[Finding]:
     for base, section in walk_sections(config):
         for name in type(section).model_fields:
             value = getattr(section, name)
-            if isinstance(value, Path) and (wrong := _file_problem(name, value)):
+            # The spool's folder is made when it is needed.
+            if isinstance(value, Path) and name != "spool" and (wrong := _file_problem(name, value)):
                 yield Finding((*base, name), wrong, "correct the path; relative ones start at this file's folder")
 
 

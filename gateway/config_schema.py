@@ -33,11 +33,11 @@ from gateway.config_values import (
     Word,
     quoted_number,
 )
-from gateway.units import Bytes, PositiveSeconds, RateField, Seconds, WrongValue
+from gateway.units import Budgets, Bytes, PositiveSeconds, Rates, Seconds, WrongValue
 
 Policy = Literal["least_load", "power_of_two", "round_robin", "prefix_affinity", "session_affinity"]
 Role = Literal["user", "operator", "admin"]
-Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+Algorithm = Literal["RS256", "RS384", "RS512", "ES256", "ES384", "ES512"]
 
 # What makes sense only where the gateway loads the file itself, and only where it does not.
 _EMBEDDED_ONLY = ("sha256", "parallel", "gpu_layers", "threads")
@@ -179,14 +179,26 @@ class LimitsStoreConfig(Section):
 class StateConfig(Section):
     """Where tenants, keys, usage and shared limits are kept."""
 
-    database: DatabaseUrl = Field(
+    database: DatabaseUrl | None = Field(
         SecretStr("sqlite:///sekisho.db"),
         validate_default=True,
         json_schema_extra={"default": "sqlite:///sekisho.db"},  # pydantic would print asterisks
         description=(
             "Tenants, keys, usage and audit. Default sqlite:///sekisho.db beside this file; "
-            "postgresql://user:password@host:5432/name when several hosts share it."
+            "postgresql://user:password@host:5432/name when several hosts share it; null: only this file counts, and "
+            "no usage is kept."
         ),
+    )
+    spool: FilePath | None = Field(
+        None,
+        description=(
+            "Folder for usage records that the database has not taken yet. Default null: `sekisho-spool` beside the "
+            "SQLite file, or beside this file."
+        ),
+    )
+    usage_retention: PositiveSeconds | None = Field(
+        400 * 86400.0,
+        description="How long usage records are kept. Default 400d; null: for ever.",
     )
     redis: RedisUrl | None = Field(
         None,
@@ -204,8 +216,13 @@ class JwtConfig(Section):
     audience: EngineText = Field(
         description="Exact `aud` the tokens must name. Required: tokens made for others are a 401.",
     )
-    jwks_url: WebUrl = Field(
-        description="Where the issuer publishes its public keys. Required; https unless on loopback.",
+    jwks_url: WebUrl | None = Field(
+        None,
+        description="Where the issuer publishes its public keys; https unless on loopback. Needed without `jwks_file`.",
+    )
+    jwks_file: FilePath | None = Field(
+        None,
+        description="The issuer's public keys in a file, read again when it changes. Default null: `jwks_url`.",
     )
     algorithms: tuple[Algorithm, ...] = Field(
         ("RS256", "ES256"),
@@ -220,7 +237,38 @@ class JwtConfig(Section):
         "models",
         description="Claim that lists the models allowed. Default models; without it: those of the tenant.",
     )
-    leeway: Seconds = Field(30.0, description="Clock difference forgiven in `exp` and `nbf`. Default 30s.")
+    leeway: Seconds = Field(30.0, description="Clock difference forgiven in `exp`, `nbf` and `iat`. Default 30s.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.jwks_url is None) == (self.jwks_file is None):
+            raise WrongValue("exactly one of `jwks_url` and `jwks_file` is needed", "write where the keys are")
+        return self
+
+
+class CertificateConfig(Section):
+    """Client certificates that stand for a caller, where `server.tls.client_ca_file` is set."""
+
+    san: EngineText | None = Field(
+        None,
+        description=(
+            "Subject alternative name: a DNS name, an e-mail address or a URI such as spiffe://cluster/app. "
+            "Default null: `subject`."
+        ),
+    )
+    subject: EngineText | None = Field(
+        None,
+        description="Common name of the certificate's subject. Default null: `san`, which is the better choice.",
+    )
+    tenant: TenantName = Field(description="Tenant that pays. Required; of this file or the database.")
+    role: Role = Field("user", description="What the holder may do. Default user.")
+    models: tuple[Glob, ...] = Field(("*",), description='Public names, within the tenant\'s. Default ["*"].')
+
+    @model_validator(mode="after")
+    def _one_name(self) -> Self:
+        if (self.san is None) == (self.subject is None):
+            raise WrongValue("exactly one of `san` and `subject` is needed", "write which name has to match")
+        return self
 
 
 class AuthConfig(Section):
@@ -231,20 +279,28 @@ class AuthConfig(Section):
         description="Demand a key or token. Default true; false is accepted only with a loopback `server.host`.",
     )
     jwt: tuple[JwtConfig, ...] = Field((), description="Token issuers. Default none: only keys are accepted.")
+    certificates: tuple[CertificateConfig, ...] = Field(
+        (),
+        description="Client certificates accepted in place of a key. Default none; needs `server.tls.client_ca_file`.",
+    )
 
 
 class LimitsConfig(Section):
-    """What a tenant or key may use. A key's limits apply inside its tenant's."""
+    """What a tenant, key or model may use. All limits that concern a request apply to it at once."""
 
-    requests: RateField | None = Field(None, description="Requests per window, as in 600/min. Default null: no limit.")
-    tokens: RateField | None = Field(
-        None,
-        description="Prompt and completion tokens per window, as in 200000/min. Default null: no limit.",
+    requests: Rates = Field(
+        (),
+        description="Requests per window, as in 600/min, or several, as in [10/s, 600/min]. Default none: no limit.",
     )
-    token_budget: RateField | None = Field(
-        None,
+    tokens: Rates = Field(
+        (),
+        description="Prompt and completion tokens per window, as in 200000/min, or several. Default none: no limit.",
+    )
+    token_budget: Budgets = Field(
+        (),
         description=(
-            "Tokens over a long window, as in 20000000/day; spent is a 429 until it refills. Default null: no limit."
+            "Tokens of a UTC day or month, as in 20000000/day, or both; spent is a 429 until the next one begins. "
+            "Default none: no limit."
         ),
     )
     concurrency: Count | None = Field(
@@ -273,6 +329,10 @@ class KeyConfig(Section):
         ),
     )
     limits: LimitsConfig = Field(LimitsConfig(), description="Limits of this key alone. Default: only the tenant's.")
+    allow_from: tuple[NetworkField, ...] = Field(
+        (),
+        description="Networks the key may be used from. Default none named: from anywhere.",
+    )
     expires: Moment | None = Field(
         None,
         description="Date (its first instant, UTC) or time from which the key is refused. Default null: never.",
@@ -393,7 +453,10 @@ class ReplicaConfig(EngineAccess):
     )
     labels: Mapping[str, EngineText] = Field(
         {},
-        description="Free names for people and dashboards, such as zone: a. Default none; never used for routing.",
+        description=(
+            "Free names for people and dashboards, such as zone: a. Default none. One has a meaning: `tenant: NAME` "
+            "keeps the replica for that tenant, which then gets no other replica of the model."
+        ),
     )
     capabilities: tuple[Word, ...] = Field(
         (),
@@ -479,6 +542,10 @@ class ModelConfig(Section):
         description=(
             "Tokens of prompt and answer together, as /v1/models shows it. Default null: the longest of the replicas'."
         ),
+    )
+    limits: LimitsConfig = Field(
+        LimitsConfig(),
+        description="Limits of all callers of the model together. Default: only those of tenants and keys.",
     )
     max_tokens_default: Count | None = Field(
         None,

@@ -36,6 +36,9 @@ class Connection(Protocol):
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
 
+    peer: str | None
+    certificate: tuple[str, ...]
+
     def date_header(self) -> bytes: ...
     def is_paused(self) -> bool: ...
     def finished(self, cycle: HotCycle) -> None: ...
@@ -84,6 +87,16 @@ class HotCycle:
             self.task.cancel()
 
     # --- what `serve` reads
+    @property
+    def peer(self) -> str | None:
+        """The address at the other end of the connection."""
+        return self._connection.peer
+
+    @property
+    def certificate(self) -> tuple[str, ...]:
+        """Names in the client certificate of the connection, as `certificates.names` has them."""
+        return self._connection.certificate
+
     async def read_body(self) -> bytes:
         """The whole body.
 

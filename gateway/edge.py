@@ -19,7 +19,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from backends.base import Operation
-from gateway import errors
+from gateway import certificates, errors
 from gateway.cycle import STATUS_LINES, HotCycle, new_request_id
 from gateway.errors import BadRequest, BodyTooLarge, GatewayError, RequestTimeout
 
@@ -52,6 +52,7 @@ class EdgeSettings:
     body_timeout: float
     idle_timeout: float
     keepalive_interval: float  # 0 = no comments
+    behind_proxies: bool = False  # X-Forwarded-For is believed, so all of it counts
 
 
 class Edge:
@@ -95,8 +96,12 @@ class EdgeProtocol(HttpToolsProtocol):
         # come twice the last one counts; nothing that is read here or forwarded may come twice.
         self._head: dict[bytes, bytes] = {}
         self.on_header = self._head.__setitem__  # type: ignore[method-assign, assignment]
+        if edge.settings.behind_proxies:
+            self.on_header = self._keep_header  # type: ignore[method-assign]
         super().__init__(*args, **kwargs)
         self.edge = edge
+        self.peer: str | None = None
+        self.certificate: tuple[str, ...] = ()
         self._read_size = 0  # bytes of the read that is being parsed
         self._body_size = 0  # bytes of the body that is being read
         self._body_seen = 0  # and what `look_after` found of it
@@ -115,6 +120,9 @@ class EdgeProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.edge.connections.add(self)
+        self.peer = self.client[0] if self.client else None
+        if shown := transport.get_extra_info("peercert"):
+            self.certificate = certificates.names(shown)
         if len(self.edge.connections) > self.edge.settings.max_connections:
             self._refuse(GatewayError("Too many connections.", status=503, code="too_many_connections", retry_after=1))
 
@@ -163,6 +171,12 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         self.url += url
+
+    def _keep_header(self, name: bytes, value: bytes) -> None:
+        """Some proxies append to X-Forwarded-For, some add a line of their own: what counts is all of it in order."""
+        name = name.lower()
+        before = self._head.get(name) if name == b"x-forwarded-for" else None
+        self._head[name] = value if before is None else b"%b,%b" % (before, value)
 
     def on_headers_complete(self) -> None:
         self._head_since = 0.0
@@ -220,6 +234,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self.expect_100_continue = (b"expect", b"100-continue") in headers
         try:
             super().on_headers_complete()
+            self.scope["state"]["certificate"] = self.certificate
         except (httptools.HttpParserError, UnicodeDecodeError):
             self._refuse(BadRequest("The request's target is not valid.", code="invalid_http"))
 

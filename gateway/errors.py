@@ -5,7 +5,8 @@
     │   ├── InvalidBody            the bytes are not a request
     │   ├── ContextTooLong
     │   ├── UnsupportedOperation
-    │   └── BodyTooLarge 413
+    │   ├── BodyTooLarge 413
+    │   └── Conflict 409           the name is taken, or the configuration owns it
     ├── AuthError 401
     ├── Forbidden 403
     ├── NotFound 404
@@ -14,6 +15,7 @@
     ├── MethodNotAllowed 405
     ├── RequestTimeout 408
     ├── RateLimited 429
+    │   ├── QuotaExceeded          a budget is spent
     │   └── EngineBusy             every replica asked for a pause
     ├── ClientGone 499             nobody is left to read it
     ├── Internal 500
@@ -22,6 +24,7 @@
     │   ├── UpstreamBroken         the answer stopped or made no sense
     │   ├── UpstreamFailed         the engine answered with an error of its own
     │   └── UpstreamTimeout 504
+    ├── StoreUnavailable 503       the database or the limit store is out of reach
     └── NoReplica 503
         └── ShuttingDown
 
@@ -93,9 +96,11 @@ class AuthError(GatewayError):
     type = "invalid_request_error"
     code = "invalid_api_key"
 
-    def __init__(self) -> None:
+    def __init__(self, reason: str = "") -> None:
+        """`reason` is for the log alone."""
         # One text for unknown, malformed, revoked and missing keys: the difference is nobody's business.
         super().__init__("Incorrect API key provided. Send a valid one in the Authorization header.")
+        self.reason = reason
 
 
 class Forbidden(GatewayError):
@@ -143,6 +148,11 @@ class RateLimited(GatewayError):
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
+
+
+class QuotaExceeded(RateLimited):
+    type = "insufficient_quota"
+    code = "insufficient_quota"
 
 
 class EngineBusy(RateLimited):
@@ -199,6 +209,18 @@ class UpstreamTimeout(UpstreamError):
 class NoReplica(GatewayError):
     status = 503
     code = "no_replica"
+
+
+class Conflict(BadRequest):
+    status = 409
+    code = "conflict"
+
+
+class StoreUnavailable(GatewayError):
+    """The database or the shared limit store cannot be reached."""
+
+    status = 503
+    code = "store_unavailable"
 
 
 class ShuttingDown(NoReplica):

@@ -10,7 +10,6 @@ from functools import partial
 
 from backends.base import Operation
 from gateway.attempt import PARSE_IN_THREAD_ABOVE, PARSER, Attempt
-from gateway.auth import authenticate
 from gateway.call import Call, parse_call
 from gateway.catalog import find, may_use, resolve, variant_note
 from gateway.cycle import HotCycle
@@ -20,13 +19,14 @@ from gateway.errors import (
     GatewayError,
     Internal,
     NoReplica,
+    RateLimited,
     ShuttingDown,
     UnsupportedOperation,
     UpstreamError,
 )
 from gateway.fit import too_long
 from gateway.formcall import parse_form
-from gateway.limits import Lease
+from gateway.limits import Lease, Limiter
 from gateway.media import check_media
 from gateway.outcome import Outcome
 from gateway.snapshot import Snapshot
@@ -40,27 +40,34 @@ log = logging.getLogger("sekisho")
 
 async def serve(gateway: Gateway, cycle: HotCycle) -> None:
     """Carries one request from authentication to settled usage. A cancellation anywhere releases all that it holds."""
-    now = gateway.snapshot  # one view to the end
+    now, limiter = gateway.snapshot, gateway.limiter  # one view to the end
     outcome = Outcome(cycle.operation, cycle.request_id, time.monotonic())
     lease: Lease | None = None
     try:
         if gateway.draining:
             raise ShuttingDown
-        outcome.principal = principal = authenticate(cycle.headers, now.keys, now.anonymous, time.time())
-        lease = gateway.limiter.admit(principal.limits, outcome.started)
+        outcome.principal = principal = await gateway.identify(cycle, now)
+        if limiter.shared is not None:
+            await limiter.cover_request(principal.limits, outcome.started)
+        lease = limiter.admit(principal.limits, outcome.started)
         call = await _read_call(cycle, outcome)
         outcome.asked, outcome.stream = call.model, call.stream
         outcome.model = model = resolve(call.model, principal, now.names)
         check_media(call.body, now.media_hosts)
         if principal.limits.tokens:
-            lease.reserve(_budget(call, model), outcome.started)
+            budget = _budget(call, model)
+            if limiter.shared is not None:
+                await limiter.cover_tokens(principal.limits, budget, outcome.started)
+            lease.reserve(budget, outcome.started)
+        if model.limits is not None:
+            await _join_model(limiter, lease, call, model, outcome.started)
         cycle.extra_headers = lease.headers(outcome.started)
-        await _forward(gateway, now, call, cycle, outcome)
+        await _forward(gateway, now, call, cycle, outcome, lease)
     except asyncio.CancelledError:
         _end(cycle, outcome, ClientGone() if cycle.disconnected else ShuttingDown())
     except GatewayError as error:
         if outcome.principal is not None and not cycle.extra_headers:
-            cycle.extra_headers = gateway.limiter.headers(outcome.principal.limits, outcome.started)
+            cycle.extra_headers = limiter.headers(outcome.principal.limits, outcome.started)
         _end(cycle, outcome, error)
     except Exception:
         log.exception("request %s failed inside the gateway", cycle.request_id)
@@ -101,10 +108,29 @@ def _budget(call: Call, model: Model) -> int:
     return call.prompt_tokens + completion * call.n
 
 
-async def _forward(gateway: Gateway, now: Snapshot, call: Call, cycle: HotCycle, outcome: Outcome) -> None:
+async def _join_model(limiter: Limiter, lease: Lease, call: Call, model: Model, now: float) -> None:
+    """Takes the model's own share of a request into the lease. Raises: RateLimited, StoreUnavailable."""
+    assert model.limits is not None
+    await limiter.cover_request(model.limits, now)
+    own = limiter.admit(model.limits, now)
+    lease.join(own)  # from here on it is given back with the rest
+    budget = _budget(call, model)
+    await limiter.cover_tokens(model.limits, budget, now)
+    own.reserve(budget, now)
+
+
+async def _forward(
+    gateway: Gateway, now: Snapshot, call: Call, cycle: HotCycle, outcome: Outcome, lease: Lease
+) -> None:
     """Tries replicas, then fallback models, until one has answered or the client has seen a part of an answer."""
     last: GatewayError | None = None
     for model in _chain(now, outcome):
+        if model is not outcome.model and model.limits is not None:
+            try:
+                await _join_model(gateway.limiter, lease, call, model, outcome.started)
+            except RateLimited as error:
+                last = last or error
+                continue
         tried: list[str] = []
         attempts = 0
         while attempts < MOST_ATTEMPTS:

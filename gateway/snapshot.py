@@ -5,30 +5,27 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from datetime import datetime
-from ipaddress import IPv4Network, IPv6Network, ip_network
+from dataclasses import dataclass, replace
+from ipaddress import ip_network
 from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from backends.base import Backend, ModelFormat, Operation
 from backends.formats import Level, UnreadableModel, inspect, support
+from gateway.certificates import holders
 from gateway.config import (
     Config,
     ConfigError,
     EngineAccess,
-    KeyConfig,
-    LimitsConfig,
     ModelConfig,
     Problem,
     ReplicaConfig,
-    TenantConfig,
 )
+from gateway.people import People, compile_limits
 from gateway.routing import POLICIES
-from gateway.types import EmbeddedModel, Endpoint, Limit, Limits, Model, Principal, Replica, Tenant, Timeouts
+from gateway.types import EmbeddedModel, Endpoint, Limits, Model, Network, Principal, Replica, Tenant, Timeouts
 
-Network = IPv4Network | IPv6Network
 EMBEDDED = "llamacpp"
 LONGEST_CONTEXT = 8192  # tokens an embedded sequence gets when nobody asked: memory grows with it
 DEFAULT_COMPLETION = 512  # tokens reserved for an answer when neither request nor model sets a limit
@@ -44,7 +41,9 @@ class Snapshot:
     """Everything a request needs to know that does not change while it runs."""
 
     config: Config
-    keys: Mapping[bytes, Principal]  # SHA-256 of the whole key -> who it is
+    people: People
+    keys: Mapping[bytes, Principal]  # the people's: SHA-256 of the whole key -> who it is
+    holders: Mapping[str, Principal]  # name in a client certificate -> who it is
     anonymous: Principal | None
     models: Mapping[str, Model]
     names: Mapping[str, Model]  # names and aliases
@@ -54,15 +53,22 @@ class Snapshot:
     max_event: int  # bytes
     expose_route: bool
 
+    def with_people(self, people: People) -> Snapshot:
+        """With others who may call: what the database has learned since."""
+        return replace(self, people=people, keys=people.keys, holders=_holders(self.config, people))
+
     def replicas(self) -> Iterator[Replica]:
         for model in self.models.values():
             yield from model.replicas
 
 
-def compile_config(config: Config, load: Callable[[str], Backend], sockets: Path, file: str = "") -> Snapshot:
+def compile_config(
+    config: Config, load: Callable[[str], Backend], sockets: Path, file: str = "", people: People | None = None
+) -> Snapshot:
     """Resolves all cross-references.
 
     Args:   load: kind -> adapter. sockets: folder for the sockets of embedded engines. file: named in problems.
+            people: those of the database, whom the configuration's come on top of.
     Raises: ConfigError for what this version cannot do yet: a setting without effect would be a trap.
     """
     if problems := [Problem(file, None, path, message, hint) for path, message, hint in _not_offered(config)]:
@@ -70,10 +76,12 @@ def compile_config(config: Config, load: Callable[[str], Backend], sockets: Path
     now = int(time.time())
     models = {entry.name: _model(entry, load, sockets, now) for entry in config.models}
     names = {name: model for model in models.values() for name in (model.name, *model.aliases)}
-    keys = {principal.digest: principal for tenant in config.tenants for principal in _principals(tenant)}
+    people = (people or People()).with_file(config.tenants)
     return Snapshot(
         config=config,
-        keys=MappingProxyType(keys),
+        people=people,
+        keys=people.keys,
+        holders=_holders(config, people),
         anonymous=None
         if config.auth.required
         else Principal(Tenant("anonymous"), "none", "user", ("*",), None, Limits()),
@@ -87,17 +95,15 @@ def compile_config(config: Config, load: Callable[[str], Backend], sockets: Path
     )
 
 
+def _holders(config: Config, people: People) -> Mapping[str, Principal]:
+    return MappingProxyType(holders(config.auth.certificates, people.tenants))
+
+
 def _not_offered(config: Config) -> Iterator[tuple[str, str, str]]:
     """(path, what is wrong, what to write instead) for settings whose feature this version does not have."""
     remove = "not offered by this version", "remove it"
     if config.server.workers > 1:
         yield "server.workers", "this version runs one process", "write 1"
-    if config.server.tls is not None and config.server.tls.client_ca_file is not None:
-        yield "server.tls.client_ca_file", *remove
-    if config.auth.jwt:
-        yield "auth.jwt", *remove
-    if config.state.redis is not None:
-        yield "state.redis", *remove
     if config.server.cors_origins:
         yield "server.cors_origins", *remove
     if config.logging.content != "none":
@@ -126,6 +132,7 @@ def _model(entry: ModelConfig, load: Callable[[str], Backend], sockets: Path, no
         capabilities=tuple(
             entry.capabilities or dict.fromkeys(name for r in entry.replicas for name in r.capabilities)
         ),
+        limits=compile_limits(entry.limits, "model", entry.name) or None,
     )
 
 
@@ -188,6 +195,7 @@ def _replica(entry: ModelConfig, given: ReplicaConfig, load: Callable[[str], Bac
         weight=given.weight,
         api_key=api_key,
         embedded=embedded,
+        tenant=given.labels.get("tenant"),
     )
 
 
@@ -227,48 +235,3 @@ def _head(endpoint: Endpoint, path: str, api_key: str | None, operation: Operati
     return _HEAD.format(
         path=path, host=endpoint.authority, content=content, accept=accept, credentials=credentials
     ).encode()
-
-
-# --- tenants and keys
-def _principals(entry: TenantConfig) -> Iterator[Principal]:
-    tenant = Tenant(entry.name, entry.weight, entry.priority)
-    shared = _limits(entry.limits, "tenant", entry.name)
-    for key in entry.keys:
-        own = _limits(key.limits, "key", f"{entry.name}/{key.name}")
-        yield Principal(
-            tenant=tenant,
-            key=key.name,
-            role=key.role,
-            models=tuple(entry.models),
-            key_models=_key_models(key),
-            limits=Limits(
-                shared.requests + own.requests, shared.tokens + own.tokens, shared.concurrency + own.concurrency
-            ),
-            expires=_seconds(key.expires),
-            digest=bytes.fromhex(key.sha256),
-        )
-
-
-def _key_models(key: KeyConfig) -> tuple[str, ...] | None:
-    return tuple(key.models) if "models" in key.model_fields_set else None
-
-
-def _seconds(moment: datetime | None) -> float | None:
-    return moment.timestamp() if moment is not None else None
-
-
-def _limits(given: LimitsConfig, scope: str, name: str) -> Limits:
-    """The counters are named after their owner, so a reload finds them again."""
-    tokens = [
-        (f"{scope}:{name}:{field}", Limit(rate.count, rate.seconds, "tokens", scope))
-        for field, rate in (("tokens", given.tokens), ("token_budget", given.token_budget))
-        if rate is not None
-    ]
-    requests = given.requests
-    return Limits(
-        requests=((f"{scope}:{name}:requests", Limit(requests.count, requests.seconds, "requests", scope)),)
-        if requests
-        else (),
-        tokens=tuple(tokens),
-        concurrency=((f"{scope}:{name}", given.concurrency),) if given.concurrency is not None else (),
-    )

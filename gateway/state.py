@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import getrandbits
+from typing import Protocol
 
+from gateway.addresses import client_address
+from gateway.auth import UnverifiedToken, authenticate, check_address
 from gateway.call import Call
+from gateway.errors import AuthError
 from gateway.fleet import LoadTable, ReplicaState
 from gateway.limits import Limiter
 from gateway.logs import AccessLog
@@ -14,8 +18,31 @@ from gateway.metrics import Metrics
 from gateway.outcome import Outcome
 from gateway.routing import Ask, choose
 from gateway.snapshot import Snapshot
-from gateway.types import Model
+from gateway.tokens import Tokens
+from gateway.types import Address, Model, Principal
 from gateway.upstream import Upstream
+
+
+class Caller(Protocol):
+    """What is known of whoever sends a request."""
+
+    @property
+    def headers(self) -> Mapping[bytes, bytes]: ...  # names in lower case
+    @property
+    def peer(self) -> str | None: ...  # address of the connection
+    @property
+    def certificate(self) -> tuple[str, ...]: ...  # names in the client certificate of the connection
+
+
+def caller_address(caller: Caller, now: Snapshot) -> Address | None:
+    return client_address(caller.peer, caller.headers.get(b"x-forwarded-for", b""), now.trusted_proxies)
+
+
+def _holder(caller: Caller, now: Snapshot) -> Principal | None:
+    """Who a client certificate stands for, where no credential was sent. A wrong key stays wrong beside one."""
+    if not caller.certificate or not {b"authorization", b"x-api-key"}.isdisjoint(caller.headers):
+        return None
+    return next((now.holders[name] for name in caller.certificate if name in now.holders), None)
 
 
 class Gateway:
@@ -28,14 +55,32 @@ class Gateway:
         access_log: AccessLog,
         upstream: Upstream,
         limiter: Limiter | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         self.snapshot = snapshot
         self.metrics, self.access_log, self.upstream = metrics, access_log, upstream
         self.limiter = limiter or Limiter()
+        self.tokens = tokens or Tokens()
         self.fleet = LoadTable()
         self.draining = False
         self.finished: list[Outcome] = []  # not booked yet
         self._turns: dict[str, int] = {}  # choices made, by model
+
+    async def identify(self, caller: Caller, now: Snapshot) -> Principal:
+        """Who calls. Raises: AuthError."""
+        try:
+            try:
+                principal = authenticate(caller.headers, now.keys, self.tokens.known, time.time())
+            except UnverifiedToken as unknown:
+                principal = await self.tokens.verify(unknown.token, now.people.tenants)
+            if principal.networks:
+                check_address(principal, caller_address(caller, now))
+        except AuthError:
+            holder = _holder(caller, now) or now.anonymous
+            if holder is None:
+                raise
+            return holder
+        return principal
 
     def choose(self, model: Model, call: Call, tried: Sequence[str]) -> ReplicaState:
         """Raises: NoReplica, UnsupportedOperation."""

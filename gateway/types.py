@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from typing import NamedTuple, TypeAlias
 
 from backends.base import Backend, Operation
+
+Network: TypeAlias = IPv4Network | IPv6Network
+Address: TypeAlias = IPv4Address | IPv6Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,35 @@ class Replica:
     weight: float = 1.0
     api_key: str | None = field(default=None, repr=False)
     embedded: EmbeddedModel | None = None
+    tenant: str | None = None  # the only tenant it serves
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """At most `count` units in any `seconds`, or in each calendar `period` (UTC)."""
+
+    count: int
+    seconds: int
+    unit: str  # "requests" or "tokens"
+    scope: str  # "tenant", "key" or "model": who shares it, for messages
+    period: str = ""  # "day" or "month"; empty = a sliding window
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Limits:
+    """What applies to one principal or model, each with the name of the counter it draws from. Compared by identity."""
+
+    requests: tuple[tuple[str, Limit], ...] = ()
+    tokens: tuple[tuple[str, Limit], ...] = ()
+    concurrency: tuple[tuple[str, int], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.requests or self.tokens or self.concurrency)
+
+    def __add__(self, other: Limits) -> Limits:
+        return Limits(
+            self.requests + other.requests, self.tokens + other.tokens, self.concurrency + other.concurrency
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +121,7 @@ class Model:
     created: int  # Unix seconds
     context_length: int | None = None
     capabilities: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """At most `count` units in any `seconds`."""
-
-    count: int
-    seconds: int
-    unit: str  # "requests" or "tokens"
-    scope: str  # "tenant" or "key": who shares it, for messages
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Limits:
-    """What applies to one principal, each with the name of the counter it draws from. Compared by identity."""
-
-    requests: tuple[tuple[str, Limit], ...] = ()
-    tokens: tuple[tuple[str, Limit], ...] = ()
-    concurrency: tuple[tuple[str, int], ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.requests or self.tokens or self.concurrency)
+    limits: Limits | None = None  # of all callers together
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +131,23 @@ class Tenant:
     name: str
     weight: float = 1.0
     priority: int = 0
+    salt: str = ""  # keeps its prompts apart in the prefix caches of engines
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls: a key of a tenant, or the anonymous caller of a gateway without authentication."""
+    """Who calls: a key of a tenant, the subject of a token or certificate, or the anonymous caller of a gateway
+    without authentication."""
 
     tenant: Tenant
-    key: str  # the key's name, never the key
+    key: str  # the key's id or name, or the subject's; never the key
     role: str
     models: tuple[str, ...]  # allow lists: every one of them has to match
     key_models: tuple[str, ...] | None
     limits: Limits
     expires: float | None = None  # Unix seconds
     digest: bytes = field(default=b"", repr=False)
+    networks: tuple[Network, ...] = ()  # where it may call from; empty = anywhere
     # Public names resolved for this principal; filled on first use, bounded by the names that exist.
     seen: dict[str, Model] = field(default_factory=dict, repr=False, compare=False)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 _LONGEST = 64  # characters: nobody writes a longer number, and Python slows down on huge ones
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
@@ -30,6 +30,7 @@ _WINDOWS = {
     "s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60,
     "h": 3600, "hour": 3600, "d": 86400, "day": 86400,
 }  # fmt: skip
+_PERIODS = {"d": "day", "day": "day", "mo": "month", "month": "month"}
 _WINDOW_NAMES = {1: "s", 60: "min", 3600: "hour", 86400: "day"}
 
 
@@ -50,6 +51,17 @@ class Rate:
 
     def __str__(self) -> str:
         return format_rate(self)
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetRate:
+    """At most `count` units in each calendar `period`, "day" or "month" in UTC."""
+
+    count: int
+    period: str
+
+    def __str__(self) -> str:
+        return f"{self.count}/{self.period}"
 
 
 def parse_duration(value: object) -> float:
@@ -113,6 +125,26 @@ def parse_rate(value: object) -> Rate:
     raise WrongValue("not a rate", "write a whole count and a window such as 10/s, 600/min, 5000/hour or 100000/day")
 
 
+def parse_budget(value: object) -> BudgetRate:
+    """A BudgetRate from "20000000/day" or "500000000/month".
+
+    Raises: WrongValue: another form or period, or a count of zero.
+    """
+    if isinstance(value, BudgetRate):
+        return value
+    match = _RATE.fullmatch(value.strip().lower()) if isinstance(value, str) and len(value) <= _LONGEST else None
+    if match is not None and not match[2] and match[3] in _PERIODS and int(match[1]) > 0:
+        return BudgetRate(int(match[1]), _PERIODS[match[3]])
+    raise WrongValue("not a budget", "write a whole count and a period, as in 20000000/day or 500000000/month")
+
+
+def one_or_more(value: object) -> object:
+    """A single value as a list of one: most limits have one window, and nobody wants brackets for it. None is none."""
+    if value is None:
+        return []
+    return value if isinstance(value, list | tuple) else [value]
+
+
 def format_rate(rate: Rate) -> str:
     """The text that `parse_rate` reads back as an equal Rate."""
     return f"{rate.count}/{_WINDOW_NAMES.get(rate.seconds) or f'{rate.seconds}s'}"
@@ -141,4 +173,8 @@ _RATE_JSON = WithJsonSchema({"type": "string", "pattern": r"^[0-9_]+ ?/ ?[0-9]*[
 Seconds = Annotated[float, BeforeValidator(parse_duration), _SECONDS_JSON]
 PositiveSeconds = Annotated[float, BeforeValidator(parse_duration), Field(gt=0), _SECONDS_JSON]
 Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0), _BYTES_JSON]
-RateField = Annotated[Rate, BeforeValidator(parse_rate), _RATE_JSON]
+_AS_TEXT = PlainSerializer(str, return_type=str)
+RateField = Annotated[Rate, BeforeValidator(parse_rate), _AS_TEXT, _RATE_JSON]
+Rates = Annotated[tuple[RateField, ...], BeforeValidator(one_or_more)]
+BudgetField = Annotated[BudgetRate, BeforeValidator(parse_budget), _AS_TEXT, _RATE_JSON]
+Budgets = Annotated[tuple[BudgetField, ...], BeforeValidator(one_or_more)]

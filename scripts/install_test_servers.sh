@@ -5,12 +5,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/lib.sh
 
 needs='
-curl        curl
+curl           curl
+redis-server   redis-server
 '
 missing=()
 while read -r command package; do
   [ -z "$command" ] || command -v "$command" >/dev/null || missing+=("$package")
 done <<<"$needs"
+compgen -G '/usr/lib/postgresql/*/bin/postgres' >/dev/null || missing+=(postgresql)   # Debian keeps it off the PATH
 [ ${#missing[@]} -gt 0 ] || exit 0
 
 command -v apt-get >/dev/null || die "the tests need: ${missing[*]}. Install them with your system's package manager."

@@ -14,7 +14,7 @@ compile() { # output, then further arguments
 }
 
 compile requirements-dev.lock --extra llamacpp --extra redis --extra postgres --extra otel --extra dev
-compile requirements.lock --constraint requirements-dev.lock --extra llamacpp
+compile requirements.lock --constraint requirements-dev.lock --extra llamacpp --extra redis --extra postgres
 # The constraint is how the two agree; it is no reason that a reader needs.
 for lock in requirements.lock requirements-dev.lock; do
   grep -v '^ *# *-c requirements-dev.lock$' "$lock" > "$lock.tmp"

@@ -1,0 +1,39 @@
+"""Where a caller is: the peer's address, or what proxies that are trusted say of it."""
+
+from __future__ import annotations
+
+from ipaddress import IPv6Address, ip_address
+
+from gateway.types import Address, Network
+
+
+def client_address(peer: str | None, forwarded: bytes, trusted: tuple[Network, ...]) -> Address | None:
+    """The caller's address, None where it is not an IP address.
+
+    Args: peer: of the connection. forwarded: every `X-Forwarded-For` of the request, joined by commas in their order.
+          trusted: networks of proxies; what anybody else puts into the header is not believed.
+
+    The header is read from its end: each proxy appends the peer that it saw, so the last entry which is not a trusted
+    proxy's own address is the caller's, and what stands before it is hearsay.
+    """
+    address = _address(peer or "")
+    if not is_inside(address, trusted):
+        return address
+    for hop in reversed(forwarded.decode("latin-1").split(",")):
+        if hop.strip():
+            address = _address(hop.strip())
+            if not is_inside(address, trusted):
+                break
+    return address
+
+
+def is_inside(address: Address | None, networks: tuple[Network, ...]) -> bool:
+    return address is not None and any(address in network for network in networks)
+
+
+def _address(text: str) -> Address | None:
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return None
+    return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address
