@@ -105,6 +105,8 @@ class Remove:
 
 
 REMOVE: Final = Remove()
+# Text that an engine mixes into the keys of its prefix cache: prompts are reused among requests with the same one only.
+SALT_FIELD: Final = "cache_salt"
 Edits = Mapping[str, Any]  # top-level request field -> its new value, or REMOVE
 
 
@@ -182,6 +184,10 @@ class Backend(Protocol):
     @property
     def cuts_prompts(self) -> bool:
         """Whether the engine may shorten a prompt that is too long without saying so."""
+
+    @property
+    def salted(self) -> frozenset[Operation]:
+        """Operations whose requests take `SALT_FIELD`. The gateway sets it; `edits` take out what a client has set."""
 
     def refuse(self, operation: Operation, body: JSON) -> Unsupported | None:
         """The first thing in the request that this engine would not honour, although the answer depends on it."""
@@ -304,6 +310,7 @@ class OpenAICompatible:
     translates: bool = False
     stream_type: bytes = b"text/event-stream"
     cuts_prompts: bool = False
+    salted: frozenset[Operation] = frozenset()
 
     @cached_property
     def _missing(self) -> tuple[tuple[Capability, str, Callable[[JSON], bool]], ...]:

@@ -12,6 +12,7 @@ from backends import promtext
 from backends.base import (
     ALL,
     AUDIO_PATHS,
+    CHAT_AND_TEXT,
     CONSTRAINTS,
     JSON,
     REMOVE,
@@ -34,7 +35,7 @@ KV_USED = "sglang:token_usage"
 # salts that keep the radix caches of tenants apart, and internals that are large and of no use to a client.
 DROPPED = frozenset(
     "bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key data_parallel_rank routed_dp_rank"
-    " disagg_prefill_dp_rank rid cache_salt extra_key session_params return_hidden_states"
+    " disagg_prefill_dp_rank rid cache_salt extra_key session_params session_id return_hidden_states"
     " return_routed_experts priority".split()
 )
 # Code to run inside the engine, files to load from its disk, input past the template; and others' constraints.
@@ -67,6 +68,7 @@ class Sglang(OpenAICompatible):
     dropped: frozenset[str] = DROPPED
     refused: frozenset[str] = REFUSED
     fixes: frozenset[Operation] = frozenset({Operation.RERANK, Operation.DETOKENIZE})
+    salted: frozenset[Operation] = CHAT_AND_TEXT  # the only request models with the field
 
     def edits(self, operation: Operation, body: JSON) -> Edits:
         edits = super().edits(operation, body)

@@ -73,6 +73,7 @@ class TensorRtLlm(OpenAICompatible):
     capabilities: frozenset[Capability] = ALL - {
         Capability.SUFFIX, Capability.CHAT_TOKENISE, Capability.TOKENISE, Capability.RERANK,
     }  # fmt: skip
+    salted: frozenset[Operation] = frozenset({Operation.CHAT})  # to all others the field is unknown, which is a 400
 
     def refuse(self, operation: Operation, body: JSON) -> Unsupported | None:
         known = KNOWN[operation]

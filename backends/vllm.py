@@ -9,6 +9,7 @@ from typing import Any
 from backends import promtext
 from backends.base import (
     AUDIO_PATHS,
+    CHAT_AND_TEXT,
     CONSTRAINTS,
     JSON,
     REMOVE,
@@ -20,6 +21,7 @@ from backends.base import (
     OpenAICompatible,
     Operation,
     Probes,
+    Unsupported,
 )
 
 RUNNING = "vllm:num_requests_running"
@@ -27,10 +29,10 @@ WAITING = "vllm:num_requests_waiting"
 KV_USED = "vllm:kv_cache_usage_perc"
 KV_USED_BEFORE_0_10 = "vllm:gpu_cache_usage_perc"
 
-# Wiring between engines (whose KV cache to fetch, which rank to use), other callers' request ids, and the salt that
-# keeps the prefix caches of tenants apart: none of a client's business, and an answer is the same without them.
+# Wiring between engines (whose KV cache to fetch, which rank to use), other callers' request ids and sessions, and the
+# salt that keeps the prefix caches of tenants apart: none of a client's business, and an answer is the same without.
 DROPPED = frozenset(
-    "kv_transfer_params ec_transfer_params cache_salt request_id data_parallel_rank priority".split()
+    "kv_transfer_params ec_transfer_params cache_salt request_id session_id data_parallel_rank priority".split()
 )
 # Code and templates to run inside the engine, tensors to unpickle; and other engines' constraints, which it ignores.
 UNDERSTOOD = frozenset("guided_json guided_regex guided_choice guided_grammar structured_outputs".split())
@@ -55,6 +57,16 @@ class Vllm(OpenAICompatible):
     probes: Probes = Probes(health="/health", load="/metrics")
     dropped: frozenset[str] = DROPPED
     refused: frozenset[str] = REFUSED
+    # Versions whose pooling requests do not have the field ignore it.
+    salted: frozenset[Operation] = CHAT_AND_TEXT | {Operation.EMBEDDINGS, Operation.RERANK}
+
+    def refuse(self, operation: Operation, body: JSON) -> Unsupported | None:
+        if operation is Operation.CHAT:
+            for message in body.get("messages", ()):
+                content = message.get("content")
+                if isinstance(content, list) and any(map(_names_media, content)):
+                    return Unsupported("messages", "the 'uuid' of a part would stand for media that anybody has sent")
+        return OpenAICompatible.refuse(self, operation, body)
 
     def edits(self, operation: Operation, body: JSON) -> Edits:
         edits = super().edits(operation, body)
@@ -81,6 +93,12 @@ class Vllm(OpenAICompatible):
             waiting=None if waiting is None else int(waiting),
             kv_used=None if used is None else used / ranks,  # a share: the mean over ranks, not the sum
         )
+
+
+def _names_media(part: object) -> bool:
+    """Whether a message's part has a name in the media cache, which knows no salt: who guesses another caller's name
+    sees that caller's picture, and who sends a picture under it shows them this one."""
+    return isinstance(part, dict) and part.get("uuid") is not None
 
 
 def _structured(body: JSON) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The `sekisho` command: serve, check, scan, keys, version.
+"""The `sekisho` command: serve, check, scan, keys, tenants, usage, audit, version.
 
 Exit codes: 0 fine, 1 failed while running, 2 the user must change something. Errors are single lines on stderr.
 Commands import what they need themselves, so that `sekisho version` does not wait for the gateway to load.
@@ -8,18 +8,20 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.exceptions import TyperException
+
+from gateway.commands.common import ConfigOption, config_path, print_tables, stop
+from gateway.commands.keys import keys_app
+from gateway.commands.reports import audit_app, usage
+from gateway.commands.tenants import tenants_app
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from gateway.config import Config, ModelConfig, ReplicaConfig
-
-DEFAULT_CONFIGS = (Path("gateway.yaml"), Path("config/gateway.yaml"))
-_WIDTH_OF_A_PIPE = 200  # columns: rich takes 80 where there is no terminal, and would cut names
 
 app = typer.Typer(
     name="sekisho",
@@ -28,11 +30,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-keys_app = typer.Typer(help="API keys.", rich_markup_mode=None)
 app.add_typer(keys_app, name="keys")
-
-_CONFIG_HELP = "YAML file. Default: $SEKISHO_CONFIG, then gateway.yaml, then config/gateway.yaml."
-ConfigOption = Annotated[Path | None, typer.Option("--config", help=_CONFIG_HELP)]
+app.add_typer(tenants_app, name="tenants")
+app.command()(usage)
+app.add_typer(audit_app, name="audit")
 
 
 @app.command()
@@ -47,13 +48,13 @@ def serve(
     from gateway.config import ConfigError, StartupError
 
     given = {"server.host": host, "server.port": port, "server.workers": workers, "logging.level": log_level}
-    path = _config_path(config)
+    path = config_path(config)
     try:
         from gateway.app import run
 
         code = run(path, {name: value for name, value in given.items() if value is not None})
     except (ConfigError, StartupError) as error:
-        _stop(str(error))
+        stop(str(error))
     raise typer.Exit(code)
 
 
@@ -64,13 +65,13 @@ def check(config: ConfigOption = None) -> None:
     from gateway.config import ConfigError, load
     from gateway.snapshot import compile_config
 
-    path = _config_path(config)
+    path = config_path(config)
     try:
         loaded = load(path, kinds=backends.kinds())
         compile_config(loaded, backends.load, Path(), str(path))
     except ConfigError as error:
-        _stop(str(error))
-    _print_tables(_models_table(loaded), _tenants_table(loaded))
+        stop(str(error))
+    print_tables(_models_table(loaded), _tenants_table(loaded))
 
 
 @app.command()
@@ -84,33 +85,6 @@ def scan(
     from gateway.scan import run
 
     raise typer.Exit(run(paths, as_json=as_json, context=context, sequences=sequences))
-
-
-@keys_app.command("create")
-def create_key(
-    print_: Annotated[bool, typer.Option("--print", help="Print a key and its line for the configuration.")] = False,
-    name: Annotated[str | None, typer.Option(help="What logs and usage call the key.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="Tenant that the key belongs to.")] = None,
-) -> None:
-    """Make a key. It is shown once; only its digest is kept."""
-    from gateway.config_values import tenant_name
-    from gateway.keys import digest, new_key
-    from gateway.units import WrongValue
-
-    if not print_:
-        _stop("a key store comes with a database: use --print and paste the line into the configuration")
-    try:
-        for option in (name, tenant):
-            if option is not None:
-                tenant_name(option)
-    except WrongValue as wrong:
-        _stop(f"--name and --tenant: {wrong}, {wrong.hint}")
-    key = new_key()
-    stored = digest(key)
-    typer.echo(key)
-    typer.echo(f'- {{name: {_yaml_text(name or f"key-{stored[:8]}")}, sha256: "{stored}"}}')
-    owner = f"tenant {tenant}" if tenant else "its tenant"
-    typer.echo(f"The key is shown only now. The line goes under `keys:` of {owner} in the configuration.", err=True)
 
 
 @app.command()
@@ -142,23 +116,23 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # or Python complains again when it flushes at exit
         return 1
     except Exception as error:
-        typer.echo(f"sekisho: {_unexpected(error)}", err=True)
-        return 1
+        return _report(error)
     return code if isinstance(code, int) else 0
 
 
-def _config_path(option: Path | None) -> Path:
-    named = option or (Path(os.environ["SEKISHO_CONFIG"]) if os.environ.get("SEKISHO_CONFIG") else None)
-    for path in (named,) if named else DEFAULT_CONFIGS:
-        if named or path.is_file():
-            return path
-    _stop("no configuration: there is no gateway.yaml or config/gateway.yaml here, write one or name it with --config")
+def _report(error: Exception) -> int:
+    """Prints what ended a command and returns the exit code."""
+    from gateway.config import ConfigError, StartupError
+    from gateway.errors import GatewayError
 
-
-def _stop(message: str) -> NoReturn:
-    """Print why the user must change something, one line for each problem, and end with 2."""
-    typer.echo(message, err=True)
-    raise typer.Exit(2)
+    if isinstance(error, ConfigError | StartupError):
+        typer.echo(str(error), err=True)
+        return 2
+    if isinstance(error, GatewayError):
+        typer.echo(f"sekisho: {' '.join(error.message.split())}", err=True)
+        return 2 if error.status < 500 else 1
+    typer.echo(f"sekisho: {_unexpected(error)}", err=True)
+    return 1
 
 
 def _unexpected(error: Exception) -> str:
@@ -168,13 +142,6 @@ def _unexpected(error: Exception) -> str:
         trace = trace.tb_next
     where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
     return " ".join(f"{type(error).__name__}: {error}{where}".split())
-
-
-def _yaml_text(name: str) -> str:
-    """`name` as YAML: quoted only where it would be read as something else, such as null, 12 or yes."""
-    import yaml
-
-    return name if ":" not in name and yaml.safe_load(name) == name else f'"{name}"'
 
 
 def _llama_build() -> str:
@@ -236,15 +203,6 @@ def _tenants_table(config: "Config") -> "Table":
     for tenant in config.tenants:
         table.add_row(tenant.name, str(len(tenant.keys)), ", ".join(tenant.models))
     return table
-
-
-def _print_tables(*tables: "Table") -> None:
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
-    for table in tables:
-        if table.row_count:
-            console.print(table)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from ipaddress import IPv6Address, ip_address
 
 from gateway.types import Address, Network
 
+_MOST_HOPS = 32  # proxies in a row
+
 
 def client_address(peer: str | None, forwarded: bytes, trusted: tuple[Network, ...]) -> Address | None:
     """The caller's address, None where it is not an IP address.
@@ -19,7 +21,8 @@ def client_address(peer: str | None, forwarded: bytes, trusted: tuple[Network, .
     address = _address(peer or "")
     if not is_inside(address, trusted):
         return address
-    for hop in reversed(forwarded.decode("latin-1").split(",")):
+    # Bounded: a header of 64 KiB made of trusted addresses is an attack, and what is left unsplit is no address.
+    for hop in reversed(forwarded.decode("latin-1").rsplit(",", _MOST_HOPS)):
         if hop.strip():
             address = _address(hop.strip())
             if not is_inside(address, trusted):

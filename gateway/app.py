@@ -34,10 +34,14 @@ from gateway.edge import Edge, EdgeSettings
 from gateway.embedded import EmbeddedEngines
 from gateway.logs import AccessLog
 from gateway.metrics import Metrics
+from gateway.people import People
 from gateway.pipeline import serve
 from gateway.probe import Prober
+from gateway.records import Actor, Changes
 from gateway.snapshot import Snapshot, compile_config
 from gateway.state import Gateway
+from gateway.stores import Stores
+from gateway.tokens import Tokens
 from gateway.upstream import TICK, Upstream, tls_context
 
 BACKLOG = 4096
@@ -83,9 +87,13 @@ class Files:
         """Raises: ConfigError."""
         return load(self._path, kinds=backends.kinds(), overrides=self._overrides)
 
-    def compile(self, config: Config) -> Snapshot:
-        """Raises: ConfigError."""
-        snapshot = compile_config(config, backends.load, self._sockets, str(self._path))
+    @property
+    def folder(self) -> Path:
+        return self._path.absolute().parent
+
+    def compile(self, config: Config, people: People | None = None) -> Snapshot:
+        """Raises: ConfigError. `people`: those of the database."""
+        snapshot = compile_config(config, backends.load, self._sockets, str(self._path), people)
         if problems := [Problem(str(self._path), None, *problem) for problem in _unreadable_certificates(snapshot)]:
             raise ConfigError(problems)
         return snapshot
@@ -164,15 +172,21 @@ class Application:
         self._metrics = Metrics(version())
         self._access_log = AccessLog(config.logging.format, sys.stdout.buffer)
         self._upstream = Upstream(config.server.max_response)
-        self._gateway = gateway = Gateway(self._first, self._metrics, self._access_log, self._upstream)
+        self._stores = Stores(config, self._files.folder, self._people_changed)
+        self._tokens = Tokens()
+        self._gateway = gateway = Gateway(
+            self._first, self._metrics, self._access_log, self._upstream, self._stores.limiter, self._tokens,
+            self._stores.usage,
+        )  # fmt: skip
         self._engines = EmbeddedEngines(self._engine_failed)
         self._prober = Prober(gateway.fleet)
         self._config = config  # as the file says; what is served has the discovered models in addition
         self._discovery = Discovery()
         self._edge = Edge(lambda cycle: serve(gateway, cycle), edge_settings(config))
         self._metrics.add_gauges(lambda: gateway.fleet.gauges(time.monotonic()))
+        self._metrics.add_gauges(self._stores.gauges)
         app = create_app(gateway, version(), [admin.router])
-        app.state.reload = self.reload
+        app.state.reload, app.state.stores = self.reload, self._stores
         self._server = _Server(
             uvicorn.Config(
                 app, http=self._edge.protocol, ws="none", lifespan="off", log_config=None, access_log=False,  # type: ignore[arg-type]
@@ -182,9 +196,17 @@ class Application:
         )  # fmt: skip
         self._adopt(self._first)
         self._install_signals()
-        tasks = [
-            asyncio.create_task(task) for task in (self._prober.run(), self._tick(), self._watch(), self._discover())
-        ]
+        try:
+            return await self._serve(config)
+        finally:
+            await self._close()
+
+    async def _serve(self, config: Config) -> int:
+        """Raises: StartupError."""
+        await self._stores.start()
+        await self._stores.seed_budgets(self._gateway.snapshot)
+        background = (self._prober.run(), self._tick(), self._watch(), self._discover(), self._stores.run())
+        tasks = [asyncio.create_task(work) for work in background]
         scheme = "https" if config.server.tls else "http"
         log.info("sekisho %s listens on %s://%s:%d", version(), scheme, config.server.host, config.server.port)
         gc.collect()
@@ -196,15 +218,19 @@ class Application:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._engines.close()
-            await self._prober.close()
-            await self._discovery.close()
-            self._upstream.close()
-            gateway.book()
-            self._access_log.close()
         if self._problem is not None:
             raise StartupError(self._problem)
         return 0
+
+    async def _close(self) -> None:
+        await self._engines.close()
+        await self._prober.close()
+        await self._discovery.close()
+        self._upstream.close()
+        self._gateway.book()
+        await self._tokens.close()
+        await self._stores.close()
+        self._access_log.close()
 
     # --- configuration
     async def reload(self) -> None:
@@ -220,9 +246,11 @@ class Application:
                 self._metrics.reloads["failure"] += 1
                 log.error("the changed configuration was not loaded, the old one stays: %s", error)
                 raise
-            old = self._gateway.snapshot.config.server
-            if (old.host, old.port) != (snapshot.config.server.host, snapshot.config.server.port):
+            old, new = self._gateway.snapshot.config, snapshot.config
+            if (old.server.host, old.server.port) != (new.server.host, new.server.port):
                 log.warning("server.host and server.port change only with a restart")
+            if old.state != new.state:
+                log.warning("the settings under `state` change only with a restart")
             self._config = config
             self._adopt(snapshot)
             await self._discovery.forget(config)
@@ -230,7 +258,8 @@ class Application:
             log.info("configuration reloaded")
 
     async def _compiled(self, config: Config) -> Snapshot:
-        return await asyncio.get_running_loop().run_in_executor(None, self._files.compile, config)
+        people = self._gateway.snapshot.people
+        return await asyncio.get_running_loop().run_in_executor(None, self._files.compile, config, people)
 
     async def _discover(self) -> None:
         """Looks at once and then now and then; a look that finds nothing new changes nothing."""
@@ -248,13 +277,31 @@ class Application:
                     log.exception("discovery failed, the old models stay")
             await asyncio.sleep(self._discovery.pause(self._config))
 
+    def _people_changed(self, changes: Changes, whole: bool) -> None:
+        """The database has told of tenants or keys. `whole`: that is all it holds, and nothing else counts any more."""
+        people = self._gateway.snapshot.people
+        if whole:
+            people = People().with_changes(changes).with_file(self._config.tenants)
+        else:
+            people = people.with_changes(changes)
+        self._adopt_people(self._gateway.snapshot.with_people(people))
+
+    def _adopt_people(self, snapshot: Snapshot) -> None:
+        self._gateway.snapshot = snapshot
+        self._gateway.limiter.forget_accounts()
+        self._tokens.adopt(snapshot.config.auth.jwt)
+        self._spawn(self._stores.seed_budgets(snapshot))
+
     def _adopt(self, snapshot: Snapshot) -> None:
+        people = self._gateway.snapshot.people
+        if snapshot.people.stored_keys is not people.stored_keys:  # the database has changed while this was compiled
+            snapshot = snapshot.with_people(people.with_file(snapshot.config.tenants))
         replicas = list(snapshot.replicas())
         self._engines.adopt(replicas)
         self._gateway.fleet.adopt(replicas)
         self._prober.wake()
-        self._gateway.snapshot = snapshot
-        self._gateway.limiter.forget_accounts()
+        self._stores.adopt(snapshot.config)
+        self._adopt_people(snapshot)
         self._edge.settings = edge_settings(snapshot.config)
         wanted = {replica.endpoint for replica in replicas}
         self._upstream.retire(wanted.__contains__)
@@ -267,8 +314,7 @@ class Application:
             stamp = self._files.stamp()
             if stamp is not None and stamp != seen:
                 seen = stamp
-                with contextlib.suppress(ConfigError):  # logged and counted where it was found
-                    await self.reload()
+                await self._reload_quietly("system:file")
 
     # --- life
     async def _tick(self) -> None:
@@ -279,6 +325,7 @@ class Application:
             try:
                 self._edge.sweep(loop.time())
                 self._upstream.sweep()
+                self._stores.set_clock()
                 self._gateway.book()
             except Exception:
                 log.exception("housekeeping failed")
@@ -287,11 +334,12 @@ class Application:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._reload_quietly()))
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._reload_quietly("system:signal")))
 
-    async def _reload_quietly(self) -> None:
-        with contextlib.suppress(ConfigError):
+    async def _reload_quietly(self, actor: str) -> None:
+        with contextlib.suppress(ConfigError):  # logged and counted where it was found
             await self.reload()
+            await self._stores.note("config.reload", Actor(actor))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -27,7 +27,7 @@ from gateway.passthrough import Passing, is_whole, media_type, read_document
 from gateway.reply import Reply
 from gateway.sse import StreamTap
 from gateway.state import Gateway
-from gateway.types import Replica, Usage
+from gateway.types import Replica, Tenant, Usage
 
 PARSE_IN_THREAD_ABOVE = 1024 * 1024  # bytes of a document whose parsing would hold up everybody else
 # One thread: the parser keeps the interpreter to itself, and with several of them the event loop would wait for each.
@@ -52,7 +52,8 @@ class Attempt:
         """Raises: GatewayError; `shown` tells whether another replica may still be tried."""
         state, outcome, call, cycle = self.state, self._outcome, self.call, self._cycle
         replica = outcome.replica = state.replica
-        request = request_bytes(replica, call, cycle, outcome.tenant_name)
+        assert outcome.principal is not None
+        request = request_bytes(replica, call, cycle, outcome.principal.tenant)
         if self._gateway.snapshot.expose_route:
             cycle.route_headers = b"x-sekisho-replica: %b\r\nx-sekisho-policy: %b\r\n" % (
                 replica.id.encode(), outcome.model.policy.encode() if outcome.model else b"",
@@ -203,8 +204,11 @@ class Attempt:
             self.state.asked_to_wait(now, error.retry_after or 1)
 
 
-def request_bytes(replica: Replica, call: Call, cycle: HotCycle, tenant: str) -> bytes:
-    """Head and body for an engine. Nothing of the client's head goes along but its trace context and request id."""
+def request_bytes(replica: Replica, call: Call, cycle: HotCycle, tenant: Tenant) -> bytes:
+    """Head and body for an engine. Nothing of the client's head goes along but its trace context and request id.
+
+    Who the tenant is, an engine learns from the gateway alone, and only as far as it keeps tenants apart.
+    """
     backend = replica.backend
     more = b""
     if call.operation.takes_form:
@@ -214,12 +218,13 @@ def request_bytes(replica: Replica, call: Call, cycle: HotCycle, tenant: str) ->
         asked = backend.translate(call.operation, call.body, replica.context_length)
         body = orjson.dumps({"model": replica.upstream_model, **asked})
     else:
-        body = call.for_engine(replica.upstream_model, backend.edits(call.operation, call.body))
+        salt = tenant.salt if call.operation in backend.salted else ""
+        body = call.for_engine(replica.upstream_model, backend.edits(call.operation, call.body), salt)
     for name in (b"traceparent", b"tracestate"):
         if name in cycle.headers:
             more += b"%b: %b\r\n" % (name, cycle.headers[name])
     if replica.embedded is not None:
-        more += b"x-sekisho-tenant: %b\r\n" % tenant.encode()  # its queue is fair between tenants
+        more += b"x-sekisho-tenant: %b\r\n" % tenant.name.encode()  # its queue is fair between tenants
     return b"%bx-request-id: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
         replica.heads[call.operation], cycle.request_id.encode(), more, len(body), body,
     )  # fmt: skip

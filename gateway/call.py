@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from backends.base import REMOVE, Edits, Operation
+from backends.base import REMOVE, SALT_FIELD, Edits, Operation
 from gateway import jsonscan
 from gateway.errors import BadRequest, InvalidBody
 
@@ -31,6 +31,7 @@ _QUOTED = {
     ).split()
 }
 _USAGE_OPTION = b'"stream_options":{"include_usage":true},'
+_SALT = b'"%b":%%b,' % SALT_FIELD.encode()
 _CHARACTERS_PER_TOKEN = 4  # rule of thumb for English; used only where no engine has counted yet
 _TOKENS_PER_MESSAGE = 4  # role and separators
 _TOKENS_PER_MEDIA = 1000  # an image or sound, whose size in bytes says nothing
@@ -62,25 +63,27 @@ class Call:
             self._prompt_tokens = estimate_prompt(self.operation, self.body)
         return self._prompt_tokens
 
-    def for_engine(self, model: str, edits: Edits) -> bytes:
+    def for_engine(self, model: str, edits: Edits, salt: str = "") -> bytes:
         """The body for an engine that calls the model `model`.
 
         Streams are always asked for their usage, since every request is booked; a tap takes the extra event out again
-        when the client did not ask for it.
+        when the client did not ask for it. `salt` becomes `cache_salt`, unless it is empty; a client's own is among
+        the `edits` of every engine that has the field.
         """
         asks = self.stream and not self.wants_usage
         if edits or (asks and "stream_options" in self.body):
-            return self._spliced(model, edits, asks)
+            return self._spliced(model, edits, asks, salt)
+        added = _SALT % orjson.dumps(salt) if salt else b""
+        if asks:
+            added += _USAGE_OPTION
         raw = self.raw
+        opening = raw.index(b"{") + 1 if added else 0
         if model != self.model:
             start, end = _model_span(raw)
-            raw = raw[:start] + orjson.dumps(model) + raw[end:]
-        if asks:
-            opening = raw.index(b"{") + 1
-            raw = raw[:opening] + _USAGE_OPTION + raw[opening:]
-        return raw
+            return b"%b%b%b%b%b" % (raw[:opening], added, raw[opening:start], orjson.dumps(model), raw[end:])
+        return b"%b%b%b" % (raw[:opening], added, raw[opening:]) if added else raw
 
-    def _spliced(self, model: str, edits: Edits, asks: bool) -> bytes:
+    def _spliced(self, model: str, edits: Edits, asks: bool, salt: str) -> bytes:
         changes: dict[str, bytes | None] = {
             key: None if value is REMOVE else orjson.dumps(value) for key, value in edits.items()
         }
@@ -89,6 +92,8 @@ class Call:
         if asks:
             options = edits.get("stream_options", self.body.get("stream_options")) or {}
             changes["stream_options"] = orjson.dumps({**options, "include_usage": True})
+        if salt:
+            changes[SALT_FIELD] = orjson.dumps(salt)
         return jsonscan.splice(self.raw, changes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,14 @@ from gateway.config_schema import CertificateConfig
 from gateway.people import TenantPolicy, member
 from gateway.types import Principal
 
-_SAN_KINDS = {"DNS", "URI", "email", "IP Address"}
+# What names of each kind look like. The configuration writes them without their kind, so a name of one kind must not
+# pass for one of another: a CA that checks who owns a URI may let anybody have a DNS name, and that may hold any text.
+_SAN_FORMS = {
+    "DNS": re.compile(r"[^:/@\s]+"),
+    "email": re.compile(r"[^:/\s]+@[^:/@\s]+"),
+    "URI": re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:\S+"),
+    "IP Address": re.compile(r"[0-9A-F.:]+"),
+}
 
 
 def names(peer_certificate: Mapping[str, Any]) -> tuple[str, ...]:
@@ -22,7 +30,8 @@ def names(peer_certificate: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
     for kind, value in certificate.get("subjectAltName", ()):
-        if kind in _SAN_KINDS:
+        form = _SAN_FORMS.get(kind)
+        if form is not None and form.fullmatch(value):
             yield f"san:{value}"
     for relative_name in certificate.get("subject", ()):
         for attribute, value in relative_name:

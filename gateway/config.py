@@ -22,6 +22,7 @@ from gateway.config_checks import check
 from gateway.config_load import Source, nearest, read_source
 from gateway.config_schema import (
     AuthConfig,
+    CertificateConfig,
     Config,
     DiscoveryConfig,
     EngineAccess,
@@ -49,6 +50,7 @@ from gateway.units import Rate
 
 __all__ = [
     "AuthConfig",
+    "CertificateConfig",
     "Config",
     "ConfigError",
     "DiscoveryConfig",
@@ -144,7 +146,7 @@ def _sorted(problems: Iterable[Problem]) -> list[Problem]:
 
 def _translate(source: Source, error: ErrorDetails) -> Problem:
     """A pydantic error in the words of this file's users, without the value it complains about."""
-    path, kind, context = tuple(error["loc"]), error["type"], error.get("ctx", {})
+    path, kind, context = source.written(tuple(error["loc"])), error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         shape = source.shape_at(path[:-1])
         names = shape.names() if shape is not None else ()

@@ -85,7 +85,9 @@ def _same_replicas(config: Config) -> Iterator[Finding]:
 
 
 def _place(replica: ReplicaConfig) -> tuple[object, ...]:
-    return (replica.url, replica.model) if replica.url is not None else (replica.path,)
+    if replica.url is not None:
+        return replica.url, replica.model
+    return replica.path, replica.labels.get("tenant")  # each tenant may have a process of its own
 
 
 def _tenants(config: Config, show: Show) -> Iterator[Finding]:
@@ -108,6 +110,11 @@ def _issuers(config: Config) -> Iterator[Finding]:
     if config.auth.certificates and (tls is None or tls.client_ca_file is None):
         hint = "set `server.tls.client_ca_file`"
         yield Finding(("auth", "certificates"), "client certificates that nobody asks for", hint)
+    named: set[tuple[str | None, str | None]] = set()
+    for index, one in enumerate(config.auth.certificates):
+        if (one.san, one.subject) in named:
+            yield Finding(("auth", "certificates", index), "the same name twice", "remove one: it is one caller's")
+        named.add((one.san, one.subject))
     seen: set[tuple[str, str]] = set()
     for index, issuer in enumerate(config.auth.jwt):
         if (issuer.issuer, issuer.audience) in seen:

@@ -52,6 +52,16 @@ class Source:
         """`value` for use in a message, or a placeholder when it may be a secret."""
         return "(not shown)" if path in self.hidden else f"`{value}`"
 
+    def written(self, path: KeyPath) -> KeyPath:
+        """`path` without the index of an item which stands there alone, not in a list."""
+        here = self.data
+        try:
+            for key in path[:-1]:
+                here = here[key]
+        except (KeyError, IndexError, TypeError):  # a default, or the pydantic name of a choice
+            return path
+        return path[:-1] if path and isinstance(path[-1], int) and not isinstance(here, list) else path
+
     def shape_at(self, path: KeyPath) -> Shape | None:
         found: Shape | None = self.shape
         for key in path:
@@ -108,12 +118,12 @@ def _override(source: Source, parts: list[str], value: object, origin: str) -> N
     except WrongValue as wrong:
         source.problems.append(Problem(origin, None, "", str(wrong), wrong.hint))
         return
-    if shape.kind != "scalar":
+    if shape.kind != "scalar" and not shape.single:
         hint = "name a list index such as __0" if shape.kind == "list" else f"name one of its values, {origin}__…"
         source.problems.append(Problem(origin, None, dotted(path), f"a {shape.kind}, not a single value", hint))
         return
     key = path[-1]
-    new = None if shape.nullable and value in ("", "null", "~") else value
+    new = None if (shape.nullable or shape.single) and value in ("", "null", "~") else value
     if isinstance(container, list):
         container[int(key) : int(key) + 1] = [new]
     else:
@@ -173,6 +183,8 @@ def _enter(here: Any, key: str | int, shape: Shape, path: KeyPath) -> Any:
     inner = here.get(key) if isinstance(here, dict) else here[key]
     if inner is None:
         inner = here[key] = [] if shape.kind == "list" else {}
+    if shape.single and not isinstance(inner, list | dict):
+        inner = here[key] = [inner]
     if not isinstance(inner, list if shape.kind == "list" else dict):
         raise WrongValue(f"the file has no {shape.kind} at `{dotted(path)}`", "correct the file first")
     return inner

@@ -218,7 +218,7 @@ class JwtConfig(Section):
     )
     jwks_url: WebUrl | None = Field(
         None,
-        description="Where the issuer publishes its public keys; https unless on loopback. Needed without `jwks_file`.",
+        description="Where the issuer publishes its public keys; https unless on loopback. Default null: `jwks_file`.",
     )
     jwks_file: FilePath | None = Field(
         None,

@@ -1,13 +1,15 @@
 """What the fields of a pydantic model take, read from annotations, for code that handles values not yet validated."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
 
 from gateway.config_yaml import KeyPath
+from gateway.units import one_or_more
 
 FILE_FORM = "_file"  # `x_file` names a file that holds the value of the text field `x`
 
@@ -19,6 +21,7 @@ class Shape:
     kind: Literal["section", "list", "map", "scalar"]
     nullable: bool = False
     text: bool = False  # a scalar read as text, which may therefore come from `x_file`
+    single: bool = False  # a list that may be written as its only item
     model: type[BaseModel] | None = None
     item: Any = None
 
@@ -26,7 +29,7 @@ class Shape:
         """The shape under `key`, None when there is no such place."""
         if self.model is not None:
             info = self.model.model_fields.get(str(key))
-            return None if info is None else shape_of(info.annotation)
+            return None if info is None else _shape_of_field(info)
         right_kind = isinstance(key, int) if self.kind == "list" else self.kind == "map"
         return shape_of(self.item) if right_kind else None
 
@@ -37,6 +40,12 @@ class Shape:
         fields = self.model.model_fields
         readable = (name + FILE_FORM for name, info in fields.items() if shape_of(info.annotation).text)
         return (*fields, *(name for name in readable if name not in fields))
+
+
+def _shape_of_field(info: FieldInfo) -> Shape:
+    shape = shape_of(info.annotation)
+    single = any(getattr(one, "func", None) is one_or_more for one in info.metadata)
+    return replace(shape, single=True) if single else shape
 
 
 def shape_of(annotation: Any) -> Shape:

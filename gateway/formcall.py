@@ -25,7 +25,8 @@ class FormCall(Call):
         self.stream = str(fields.get("stream", "")).lower() in ("true", "1", "on", "yes")
         self.max_tokens, self.n = None, 1
 
-    def for_engine(self, model: str, edits: Edits) -> bytes:
+    def for_engine(self, model: str, edits: Edits, salt: str = "") -> bytes:
+        """The form with the engine's name for the model. No engine has a salt or other options to change in forms."""
         if model == self.model:
             return self.raw
         start, end = self._span

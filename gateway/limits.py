@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from gateway.errors import QuotaExceeded, RateLimited
 from gateway.types import Limit, Limits
 from gateway.windows import Budget, Counter, WallClock, Window
+
+Value = TypeVar("Value", Limit, int)
 
 
 class Place(Protocol):
@@ -104,6 +106,13 @@ class Lease:
             self._joined = []
         self._joined.append(other)
 
+    def part(self, now: float) -> None:
+        """Gives back what the joined leases hold: another model serves the request."""
+        if self._joined is not None:
+            for other in self._joined:
+                other.close(now)
+            self._joined = None
+
     def settle(self, tokens: int, now: float) -> None:
         """Replaces what was reserved by what was used. Only the first call counts."""
         if self._settled:
@@ -157,6 +166,8 @@ class Limiter:
         self.shared = shared
         self._counters: dict[str, Counter] = {}
         self._places: dict[str, Place] = {}
+        self._limits: dict[str, tuple[int, Limit]] = {}  # by counter: in which Limits its limit was, and the limit
+        self._most: dict[str, tuple[int, int]] = {}  # the same by place
         self._accounts: dict[Limits, Account] = {}
 
     def admit(self, limits: Limits, now: float) -> Lease:
@@ -183,7 +194,7 @@ class Limiter:
     def headers(self, limits: Limits, now: float) -> bytes:
         """The lines of `Lease.headers` for a request that was refused and holds no lease."""
         account = self._accounts.get(limits)
-        if account is None:  # admitted before a reload: to look these up again would bring the old limits back
+        if account is None:  # admitted before a reload
             return b""
         for counter in (*account.requests, *account.tokens):
             counter.advance(now)
@@ -205,10 +216,11 @@ class Limiter:
             counter.add(used)
 
     def _open(self, limits: Limits) -> Account:
+        made = limits.made
         account = self._accounts[limits] = Account(
-            [self._place(key, most) for key, most in limits.concurrency],
-            [self._counter(key, limit) for key, limit in limits.requests],
-            [self._counter(key, limit) for key, limit in limits.tokens],
+            [self._place(key, _newest(self._most, key, most, made)) for key, most in limits.concurrency],
+            [self._counter(key, _newest(self._limits, key, limit, made)) for key, limit in limits.requests],
+            [self._counter(key, _newest(self._limits, key, limit, made)) for key, limit in limits.tokens],
         )
         return account
 
@@ -226,12 +238,19 @@ class Limiter:
         if self.shared is not None:
             return self.shared.counter(key, limit)
         old = self._counters.get(key)
-        if old is not None and (old.limit.seconds, old.limit.period) == (limit.seconds, limit.period):
+        if old is not None:
             old.limit = limit
             return old
         counter: Counter = Budget(limit, self.clock) if limit.period else Window(limit)
         self._counters[key] = counter
         return counter
+
+
+def _newest(known: dict[str, tuple[int, Value]], key: str, value: Value, made: int) -> Value:
+    """What is in force under a name: a request that began before a reload must not bring the old limit back."""
+    if key not in known or known[key][0] <= made:
+        known[key] = made, value
+    return known[key][1]
 
 
 def _lines(requests: list[Counter], tokens: list[Counter], now: float) -> bytes:

@@ -1,6 +1,6 @@
 """Logs: events through structlog, and one access line a request, formatted in batches off the hot path.
 
-Nothing here is given a body, a key or a header. A key's *name* and the request id are what a line can be traced by.
+Nothing here is given a body, a key or a header. A key's *id* and the request id are what a line can be traced by.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import IO, Any
 import orjson
 import structlog
 
+from gateway.errors import AuthError
 from gateway.outcome import Outcome
 
 _MOST_WAITING = 50_000  # outcomes kept while the log cannot be written; beyond it lines are dropped and counted
@@ -49,7 +50,7 @@ def setup(level: str, style: str, stream: IO[str] | None = None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("httpx", "httpcore", "asyncio", "uvicorn"):
+    for noisy in ("httpx", "httpcore", "asyncio", "uvicorn", "alembic", "aiosqlite"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     structlog.configure(
         processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -131,6 +132,8 @@ def fields(outcome: Outcome, offset: float) -> dict[str, Any]:
             line["reasoning_tokens"] = usage.reasoning
     if error is not None:
         line["error"] = error.code or error.type
+        if isinstance(error, AuthError) and error.reason:
+            line["reason"] = error.reason.encode(errors="replace").decode()  # it may repeat what a stranger wrote
     return line
 
 
@@ -160,6 +163,8 @@ def _json_line(outcome: Outcome, offset: float) -> bytes:
             line += f',"reasoning_tokens":{usage.reasoning}'
     if error is not None:
         line += f',"error":"{error.code or error.type}"'
+        if isinstance(error, AuthError) and error.reason:
+            line += f',"reason":{_quoted(fields(outcome, offset)["reason"])}'
     return (line + "}\n").encode()
 
 
@@ -185,5 +190,7 @@ def _text_line(outcome: Outcome, offset: float) -> bytes:
     line = fields(outcome, offset)
     clock = time.strftime("%H:%M:%S", time.localtime(line.pop("time")))
     line.pop("event")
+    if "reason" in line:
+        line["reason"] = _quoted(line["reason"])  # a sentence
     words = " ".join(f"{name}={value}" for name, value in line.items() if value is not None)
     return f"{clock} {words}\n".encode()

@@ -134,14 +134,14 @@ class Metrics:
         yield self._requests()
         yield self._tokens()
         yield from self._histograms()
-        yield _counter("rejected", "Requests refused before an engine was asked", ("tenant", "reason"), self.rejected)
-        yield _counter("upstream_failures", "Attempts that failed at an engine", ("replica", "kind"), self.failures)
-        yield _counter(
+        yield counter("rejected", "Requests refused before an engine was asked", ("tenant", "reason"), self.rejected)
+        yield counter("upstream_failures", "Attempts that failed at an engine", ("replica", "kind"), self.failures)
+        yield counter(
             "suspected_prompt_cuts", "Answers to less than half of the prompt", ("replica",), self.cut_prompts
         )
-        yield _counter("retries", "Attempts beyond the first", (), {(): self.retries})
+        yield counter("retries", "Attempts beyond the first", (), {(): self.retries})
         reloads = {(result,): count for result, count in self.reloads.items()}
-        yield _counter("config_reloads", "Attempts to load a changed configuration", ("result",), reloads)
+        yield counter("config_reloads", "Attempts to load a changed configuration", ("result",), reloads)
         yield gauge("build_info", "Always 1; the labels say what runs", ("version",), {(self._version,): 1.0})
         for read in self._gauges:
             yield from read()
@@ -152,7 +152,7 @@ class Metrics:
             for key, spending in self._spending.items()
             for (status, code), count in spending.answers.items()
         }
-        return _counter("requests", "Finished requests", ("tenant", "model", "operation", "status", "code"), rows)
+        return counter("requests", "Finished requests", ("tenant", "model", "operation", "status", "code"), rows)
 
     def _tokens(self) -> Metric:
         rows: dict[tuple[str, ...], int] = defaultdict(int)
@@ -161,7 +161,7 @@ class Metrics:
             rows[tenant, model, "completion"] += spending.completion
             if spending.cached:
                 rows[tenant, model, "cached"] += spending.cached
-        return _counter("tokens", "Tokens booked; cached ones are part of prompt", ("tenant", "model", "kind"), rows)
+        return counter("tokens", "Tokens booked; cached ones are part of prompt", ("tenant", "model", "kind"), rows)
 
     def _histograms(self) -> Iterator[Metric]:
         for name, attribute, text in (
@@ -189,7 +189,7 @@ class _Collector:
         return self._families()
 
 
-def _counter(name: str, text: str, labels: tuple[str, ...], rows: Mapping[Any, int]) -> Metric:
+def counter(name: str, text: str, labels: tuple[str, ...], rows: Mapping[Any, int]) -> Metric:
     family = CounterMetricFamily(f"sekisho_{name}", text, labels=labels)
     for values, count in rows.items():
         family.add_metric(values, count)

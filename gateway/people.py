@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from types import MappingProxyType
 
 from gateway.config_schema import KeyConfig, LimitsConfig, TenantConfig
 from gateway.records import Changes, KeyRecord, TenantRecord
@@ -28,12 +29,12 @@ class TenantPolicy:
 class People:
     """Everybody who may call, at one moment. Never written to after it was made."""
 
-    keys: Mapping[bytes, Principal] = field(default_factory=dict)  # SHA-256 of the whole key -> who it is
-    tenants: Mapping[str, TenantPolicy] = field(default_factory=dict)
-    file_tenants: Mapping[str, TenantRecord] = field(default_factory=dict)
-    file_keys: Mapping[bytes, KeyRecord] = field(default_factory=dict)  # by digest
-    stored_tenants: Mapping[str, TenantRecord] = field(default_factory=dict)
-    stored_keys: Mapping[str, KeyRecord] = field(default_factory=dict)  # by id
+    keys: Mapping[bytes, Principal] = field(default_factory=dict, repr=False)  # SHA-256 of the whole key -> who it is
+    tenants: Mapping[str, TenantPolicy] = field(default_factory=dict, repr=False)
+    file_tenants: Mapping[str, TenantRecord] = field(default_factory=dict, repr=False)
+    file_keys: Mapping[bytes, KeyRecord] = field(default_factory=dict, repr=False)  # by digest
+    stored_tenants: Mapping[str, TenantRecord] = field(default_factory=dict, repr=False)
+    stored_keys: Mapping[str, KeyRecord] = field(default_factory=dict, repr=False)  # by id
 
     def with_file(self, tenants: Iterable[TenantConfig]) -> People:
         """With another configuration. Everything is compiled anew: models and limits may have changed."""
@@ -42,7 +43,14 @@ class People:
         file_keys = {key.digest: key for entry in entries for key in _key_records(entry)}
         policies = {name: _policy(record) for name, record in {**self.stored_tenants, **file_tenants}.items()}
         keys = dict(_principals([*self.stored_keys.values(), *file_keys.values()], policies))
-        return People(keys, policies, file_tenants, file_keys, self.stored_tenants, self.stored_keys)
+        return People(
+            MappingProxyType(keys),
+            MappingProxyType(policies),
+            file_tenants,
+            file_keys,
+            self.stored_tenants,
+            self.stored_keys,
+        )
 
     def with_changes(self, changes: Changes) -> People:
         """With what has changed in the database. Only those concerned are compiled anew."""
@@ -51,8 +59,9 @@ class People:
         concerned = {key.id for key in changes.keys}
         touched = {tenant.name for tenant in changes.tenants} - self.file_tenants.keys()
         concerned.update(key.id for key in stored_keys.values() if touched and key.tenant in touched)
-        for identity in concerned & stored_keys.keys():
-            keys.pop(stored_keys[identity].digest, None)
+        gone = {stored_keys[identity].digest for identity in concerned & stored_keys.keys()}
+        for digest in gone:
+            keys.pop(digest, None)
         for tenant in changes.tenants:
             stored_tenants.pop(tenant.name, None)
             if tenant.deleted_at is None:
@@ -66,10 +75,17 @@ class People:
             if name in stored_tenants:
                 policies[name] = _policy(stored_tenants[name])
         fresh = [stored_keys[identity] for identity in concerned & stored_keys.keys()]
-        # The file's own keys once more: a key of the database with the same digest must not stand in for one.
-        fresh += [self.file_keys[key.digest] for key in fresh if key.digest in self.file_keys]
+        # The file's own keys once more: one of the database with the same digest neither replaces nor removes them.
+        fresh += [self.file_keys[digest] for digest in gone.union(key.digest for key in fresh) & self.file_keys.keys()]
         keys.update(_principals(fresh, policies))
-        return People(keys, policies, self.file_tenants, self.file_keys, stored_tenants, stored_keys)
+        return People(
+            MappingProxyType(keys),
+            MappingProxyType(policies),
+            self.file_tenants,
+            self.file_keys,
+            stored_tenants,
+            stored_keys,
+        )
 
 
 def _principals(

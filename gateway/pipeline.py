@@ -11,7 +11,7 @@ from functools import partial
 from backends.base import Operation
 from gateway.attempt import PARSE_IN_THREAD_ABOVE, PARSER, Attempt
 from gateway.call import Call, parse_call
-from gateway.catalog import find, may_use, resolve, variant_note
+from gateway.catalog import lookup, resolve, variant_note
 from gateway.cycle import HotCycle
 from gateway.errors import (
     ClientGone,
@@ -54,14 +54,15 @@ async def serve(gateway: Gateway, cycle: HotCycle) -> None:
         outcome.asked, outcome.stream = call.model, call.stream
         outcome.model = model = resolve(call.model, principal, now.names)
         check_media(call.body, now.media_hosts)
+        parsed = time.monotonic()
         if principal.limits.tokens:
             budget = _budget(call, model)
             if limiter.shared is not None:
-                await limiter.cover_tokens(principal.limits, budget, outcome.started)
-            lease.reserve(budget, outcome.started)
+                await limiter.cover_tokens(principal.limits, budget, parsed)
+            lease.reserve(budget, parsed)
         if model.limits is not None:
-            await _join_model(limiter, lease, call, model, outcome.started)
-        cycle.extra_headers = lease.headers(outcome.started)
+            await _join_model(limiter, lease, call, model)
+        cycle.extra_headers = lease.headers(parsed)
         await _forward(gateway, now, call, cycle, outcome, lease)
     except asyncio.CancelledError:
         _end(cycle, outcome, ClientGone() if cycle.disconnected else ShuttingDown())
@@ -108,9 +109,10 @@ def _budget(call: Call, model: Model) -> int:
     return call.prompt_tokens + completion * call.n
 
 
-async def _join_model(limiter: Limiter, lease: Lease, call: Call, model: Model, now: float) -> None:
+async def _join_model(limiter: Limiter, lease: Lease, call: Call, model: Model) -> None:
     """Takes the model's own share of a request into the lease. Raises: RateLimited, StoreUnavailable."""
     assert model.limits is not None
+    now = time.monotonic()
     await limiter.cover_request(model.limits, now)
     own = limiter.admit(model.limits, now)
     lease.join(own)  # from here on it is given back with the rest
@@ -125,9 +127,11 @@ async def _forward(
     """Tries replicas, then fallback models, until one has answered or the client has seen a part of an answer."""
     last: GatewayError | None = None
     for model in _chain(now, outcome):
-        if model is not outcome.model and model.limits is not None:
+        if model is not outcome.model:
+            lease.part(time.monotonic())  # the model before has served nothing
             try:
-                await _join_model(gateway.limiter, lease, call, model, outcome.started)
+                if model.limits is not None:
+                    await _join_model(gateway.limiter, lease, call, model)
             except RateLimited as error:
                 last = last or error
                 continue
@@ -154,8 +158,8 @@ async def _forward(
                     raise
                 last = error
     last = last or NoReplica("No replica of this model is available at the moment.", retry_after=5)
-    if last.status == 503 and outcome.model is not None:
-        last.message += variant_note(outcome.model, now.names)
+    if last.status == 503 and outcome.model is not None and outcome.principal is not None:
+        last.message += variant_note(outcome.model, outcome.principal, now.names)
     raise last
 
 
@@ -184,6 +188,6 @@ def _chain(now: Snapshot, outcome: Outcome) -> Iterator[Model]:
     assert model is not None and principal is not None
     yield model
     for name in model.fallbacks:
-        other = find(name, now.names)
-        if other is not None and may_use(principal, other):
+        other = lookup(name, principal, now.names)
+        if other is not None:
             yield other

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_network
 from pathlib import Path
 from types import MappingProxyType
@@ -42,7 +42,7 @@ class Snapshot:
 
     config: Config
     people: People
-    keys: Mapping[bytes, Principal]  # the people's: SHA-256 of the whole key -> who it is
+    keys: Mapping[bytes, Principal] = field(repr=False)  # the people's: SHA-256 of the whole key -> who it is
     holders: Mapping[str, Principal]  # name in a client certificate -> who it is
     anonymous: Principal | None
     models: Mapping[str, Model]
@@ -168,7 +168,8 @@ def _replica(entry: ModelConfig, given: ReplicaConfig, load: Callable[[str], Bac
     embedded = _embedded(entry, given) if given.path is not None else None
     upstream_model = given.model or (Path(str(given.path)).stem if given.path is not None else entry.name)
     if embedded is not None:
-        identity = hashlib.sha256(repr((embedded, upstream_model)).encode()).hexdigest()[:8]
+        owner = given.labels.get("tenant")  # a process of its own for whoever the replica is kept for
+        identity = hashlib.sha256(repr((embedded, upstream_model, owner)).encode()).hexdigest()[:8]
         endpoint, prefix = Endpoint("localhost", 80, unix=str(sockets / f"{identity}.sock")), ""
     else:
         identity = hashlib.sha256(f"{given.url} {upstream_model}".encode()).hexdigest()[:8]

@@ -18,6 +18,7 @@ from gateway.metrics import Metrics
 from gateway.outcome import Outcome
 from gateway.routing import Ask, choose
 from gateway.snapshot import Snapshot
+from gateway.spool import UsageSink
 from gateway.tokens import Tokens
 from gateway.types import Address, Model, Principal
 from gateway.upstream import Upstream
@@ -56,15 +57,17 @@ class Gateway:
         upstream: Upstream,
         limiter: Limiter | None = None,
         tokens: Tokens | None = None,
+        usage: UsageSink | None = None,
     ) -> None:
         self.snapshot = snapshot
         self.metrics, self.access_log, self.upstream = metrics, access_log, upstream
         self.limiter = limiter or Limiter()
         self.tokens = tokens or Tokens()
+        self.usage = usage
         self.fleet = LoadTable()
         self.draining = False
         self.finished: list[Outcome] = []  # not booked yet
-        self._turns: dict[str, int] = {}  # choices made, by model
+        self._turns: dict[str, int] = {}  # choices made, by the first replica
 
     async def identify(self, caller: Caller, now: Snapshot) -> Principal:
         """Who calls. Raises: AuthError."""
@@ -89,14 +92,19 @@ class Gateway:
             able = call.operation in state.replica.backend.paths
             if able and state.has_room() and state.routable(time.monotonic()):
                 return state
-        turn = self._turns[model.name] = self._turns.get(model.name, -1) + 1
+        # Callers may see different replicas of a model: each of these views goes round by itself.
+        view = model.replicas[0].id
+        turn = self._turns[view] = self._turns.get(view, -1) + 1
         ask = Ask(call.operation, time.monotonic(), turn, getrandbits(30), tried)
         return choose(model, [self.fleet.of(replica) for replica in model.replicas], ask)
 
     def book(self) -> None:
-        """Takes finished requests into the metrics and the access log. They are gathered and booked together, a few
-        times a second and before anybody reads the metrics: together they cost a third of what each costs alone."""
+        """Takes finished requests into the metrics, the access log and the usage records. They are gathered and booked
+        together, a few times a second and before anybody reads the metrics: so they cost a third of what each costs
+        alone."""
         finished, self.finished = self.finished, []
         for outcome in finished:
             self.metrics.record(outcome)
         self.access_log.add(finished)
+        if self.usage is not None and finished:
+            self.usage.add(finished)

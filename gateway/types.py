@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from itertools import count
 from typing import NamedTuple, TypeAlias
 
 from backends.base import Backend, Operation
@@ -97,6 +98,7 @@ class Limits:
     requests: tuple[tuple[str, Limit], ...] = ()
     tokens: tuple[tuple[str, Limit], ...] = ()
     concurrency: tuple[tuple[str, int], ...] = ()
+    made: int = field(default_factory=count().__next__)  # of two that name the same counter the later one is in force
 
     def __bool__(self) -> bool:
         return bool(self.requests or self.tokens or self.concurrency)

@@ -7,11 +7,12 @@ which a variable put in the wrong place.
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 _LONGEST = 64  # characters: nobody writes a longer number, and Python slows down on huge ones
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
@@ -145,6 +146,23 @@ def one_or_more(value: object) -> object:
     return value if isinstance(value, list | tuple) else [value]
 
 
+def different_windows(rates: tuple[Rate, ...]) -> tuple[Rate, ...]:
+    """Raises: WrongValue: two rates for windows of the same length, which would share one counter."""
+    _different([rate.seconds for rate in rates])
+    return rates
+
+
+def different_periods(budgets: tuple[BudgetRate, ...]) -> tuple[BudgetRate, ...]:
+    """Raises: WrongValue: two budgets for the same period."""
+    _different([budget.period for budget in budgets])
+    return budgets
+
+
+def _different(windows: Sequence[int | str]) -> None:
+    if len(set(windows)) < len(windows):
+        raise WrongValue("two limits for the same window", "keep the smaller one")
+
+
 def format_rate(rate: Rate) -> str:
     """The text that `parse_rate` reads back as an equal Rate."""
     return f"{rate.count}/{_WINDOW_NAMES.get(rate.seconds) or f'{rate.seconds}s'}"
@@ -168,13 +186,29 @@ def _number_or(pattern: str) -> WithJsonSchema:
 
 _SECONDS_JSON = _number_or(r"^([0-9.]+(ms|s|m|h|d)?)+$|\$\{")
 _BYTES_JSON = _number_or(r"^[0-9.]+ ?([KMGTkmgt]?i?[Bb])?$|\$\{")
-_RATE_JSON = WithJsonSchema({"type": "string", "pattern": r"^[0-9_]+ ?/ ?[0-9]*[a-z]+$|\$\{"})
+_RATE_JSON = {"type": "string", "pattern": r"^[0-9_]+ ?/ ?[0-9]*(s|sec|second|m|min|minute|h|hour|d|day)$|\$\{"}
+_BUDGET_JSON = {"type": "string", "pattern": r"^[0-9_]+ ?/ ?(d|day|mo|month)$|\$\{"}
+
+
+def _one_or_several(item: dict[str, Any]) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [item, {"type": "array", "items": item}, {"type": "null"}]})
+
 
 Seconds = Annotated[float, BeforeValidator(parse_duration), _SECONDS_JSON]
 PositiveSeconds = Annotated[float, BeforeValidator(parse_duration), Field(gt=0), _SECONDS_JSON]
 Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0), _BYTES_JSON]
 _AS_TEXT = PlainSerializer(str, return_type=str)
-RateField = Annotated[Rate, BeforeValidator(parse_rate), _AS_TEXT, _RATE_JSON]
-Rates = Annotated[tuple[RateField, ...], BeforeValidator(one_or_more)]
-BudgetField = Annotated[BudgetRate, BeforeValidator(parse_budget), _AS_TEXT, _RATE_JSON]
-Budgets = Annotated[tuple[BudgetField, ...], BeforeValidator(one_or_more)]
+RateField = Annotated[Rate, BeforeValidator(parse_rate), _AS_TEXT]
+Rates = Annotated[
+    tuple[RateField, ...],
+    BeforeValidator(one_or_more),
+    AfterValidator(different_windows),
+    _one_or_several(_RATE_JSON),
+]
+BudgetField = Annotated[BudgetRate, BeforeValidator(parse_budget), _AS_TEXT]
+Budgets = Annotated[
+    tuple[BudgetField, ...],
+    BeforeValidator(one_or_more),
+    AfterValidator(different_periods),
+    _one_or_several(_BUDGET_JSON),
+]

@@ -18,6 +18,7 @@ from typing import Protocol
 from gateway.types import Limit
 
 SLICES = 60
+_DAY = 86400.0
 
 
 class Counter(Protocol):
@@ -128,11 +129,12 @@ class Window:
 class Budget:
     """What was spent of one limit since the UTC day or month began."""
 
-    __slots__ = ("_begins", "_clock", "_ends", "_head", "_limit", "used")
+    __slots__ = ("_begins", "_clock", "_ends", "_head", "_latest", "_limit", "_since", "used")
 
     def __init__(self, limit: Limit, clock: WallClock) -> None:
         self._clock = clock
-        self._begins = self._ends = 0.0  # Unix seconds
+        self._begins = self._ends = 0.0  # of the period, in Unix seconds
+        self._latest = self._since = -math.inf  # of the steady clock: latest time seen, and seen before the period
         self.used = 0
         self.limit = limit
 
@@ -149,19 +151,27 @@ class Budget:
         today = now + self._clock.offset
         if today >= self._ends:
             self._begins, self._ends = period_of(self._limit.period, today)
+            self._since = self._latest
             self.used = 0
+        elif today < self._begins - _DAY and now >= self._latest:
+            # The clock was far ahead and has been set right. What was spent stays spent, but not until that far day.
+            # A step back over midnight changes nothing: the new day would otherwise begin twice.
+            self._begins, self._ends = period_of(self._limit.period, today)
+        if now > self._latest:
+            self._latest = now
 
     def has_room(self, cost: int, now: float) -> bool:
         self.advance(now)
         return self.used + cost <= self._limit.count
 
     def add(self, cost: int) -> None:
+        """Spends `cost` at the time of the last `has_room` or `advance`."""
         self.used += cost
 
     def correct(self, booked_at: float, difference: int, now: float) -> None:
         """Adds a difference to what was spent at `booked_at`, unless another period has begun since."""
         self.advance(now)
-        if booked_at + self._clock.offset >= self._begins:
+        if booked_at > self._since:  # not compared with the calendar: the clock may have been set in between
             self.used += difference
 
     def remaining(self) -> int:
@@ -180,7 +190,7 @@ class Budget:
 
 def period_of(period: str, moment: float) -> tuple[float, float]:
     """Begin and end of the UTC day or month that holds `moment`, all in Unix seconds."""
-    day = datetime.fromtimestamp(moment, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    day = datetime.fromtimestamp(math.floor(moment), UTC).replace(hour=0, minute=0, second=0, microsecond=0)
     if period == "month":
         first = day.replace(day=1)
         return first.timestamp(), (first + timedelta(days=32)).replace(day=1).timestamp()

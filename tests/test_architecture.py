@@ -26,9 +26,9 @@ RANKS: dict[str, int] = {
         "snapshot fleet",  # state, one writer each
         "reply cycle edge upstream passthrough engine_client probe discovery embedded limits_redis tokens store spool"
         " directory",  # all network I/O
-        "state attempt pipeline",
+        "state attempt pipeline stores keybook",
         "api admin docs_page scan",
-        "app",
+        "app commands",
         "__main__",
     ))
     for name in names.split()
@@ -46,7 +46,9 @@ HTTPX_USERS = {
     "gateway.engine_client": "GET requests of probes and discovery",
     "gateway.probe": "its errors",
     "gateway.discovery": "its errors",
-    "gateway.__main__": "the command line, talking to a running gateway",
+    "gateway.commands.remote": "the command line, talking to a running gateway",
+    "gateway.tokens.places": "key sets of token issuers",
+    "gateway.tokens": "the client that it makes for them",
 }
 OTHER_CLIENTS = {"aiohttp", "requests", "urllib3", "http.client", "urllib.request", "httpcore"}
 EMBEDDED_ENGINE_USERS = {"gateway.embedded"}

@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import backends
-from backends.base import REMOVE, Backend, EngineLoad, ModelCard, ModelFormat, Operation, Probes
+from backends.base import REMOVE, SALT_FIELD, Backend, EngineLoad, ModelCard, ModelFormat, Operation, Probes
 from backends.failures import Failure, FailureKind
 from gateway import errors
+from gateway.call import parse_call
 from tests.doubles.dialects import DIALECTS, error_body
 
 KINDS = backends.kinds()
@@ -106,6 +107,27 @@ def test_edits_are_top_level_values_and_leave_the_request_alone(backend: Backend
         assert "include_usage" not in str(edits.get("stream_options", ""))
     json.dumps({key: value for key, value in edits.items() if value is not REMOVE})
     assert backend.edits(operation, body) == edits
+
+
+SALTS = ('"cache_salt":"theirs"', '"cache_salt":null', r'"cache\u005fsalt":"theirs"', '"cache_salt":["a","b"]', "")
+
+
+SALTED = [(kind, operation) for kind in KINDS for operation in sorted(backends.load(kind).salted)]
+
+
+@pytest.mark.parametrize("theirs", SALTS)
+@pytest.mark.parametrize(("kind", "operation"), SALTED)
+def test_where_the_gateway_sets_a_salt_a_clients_own_is_gone(kind: str, operation: Operation, theirs: str) -> None:
+    """Otherwise there would be two, and which of them counts the engine's guess."""
+    backend = backends.load(kind)
+    assert operation in backend.paths and not operation.takes_form and not backend.translates
+    body = {key: value for key, value in BODIES[operation].items() if key != "future_field"}
+    raw = json.dumps(body).encode()[:-1] + (b"," + theirs.encode() if theirs else b"") + b"}"
+    call = parse_call(operation, raw)
+    sent = call.for_engine("engine", backend.edits(operation, call.body), "ours")
+    assert [value for key, value in json.loads(sent, object_pairs_hook=list) if key == SALT_FIELD] == ["ours"]
+    plain = parse_call(operation, json.dumps(body).encode()).for_engine("engine", backend.edits(operation, body))
+    assert json.loads(sent) == json.loads(plain) | {SALT_FIELD: "ours"}
 
 
 @pytest.mark.parametrize("operation", Operation)

@@ -286,7 +286,7 @@ def _check_trtllm(x: Exchange, body: JSON) -> Refusal:
         "model messages prompt stream stream_options temperature top_p top_k max_tokens n seed stop tools tool_choice"
         " response_format logprobs top_logprobs logit_bias input encoding_format dimensions user"
         " chat_template_kwargs".split()
-    )
+    ) | ({"cache_salt"} if "messages" in body else set())
     extra = sorted(body.keys() - known)
     if extra or ("stream_options" in body and not body.get("stream")):
         return lambda: x.reply(compact({"error": f"Extra inputs are not permitted: {extra}"}), 400)

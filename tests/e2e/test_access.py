@@ -171,6 +171,66 @@ def test_either_header_carries_a_key(lab: Lab) -> None:
     assert lab.call(chat(), key="sk-wrong", headers=[f"x-api-key: {lab.key}"]).status == 401
 
 
+@pytest.mark.parametrize(
+    "credential",
+    ["", "authorization: Bearer sk-wrong", "authorization: Basic eDp5", "authorization:", "x-api-key: sk-wrong",
+     "authorization: Bearer a.b.c", "authorization: Bearer " + "k" * 9000],
+)  # fmt: skip
+def test_where_no_key_is_required_everybody_is_anonymous_but_holders_of_a_key(lab: Lab, credential: str) -> None:
+    lab.serve({"m": [replica(lab.engine())]}, auth={"required": False})
+    answer = lab.call(chat(), key=None, headers=[credential] if credential else [])
+    assert answer.status == 200
+    line = lab.gateway.access_line(answer.header("x-request-id") or "")
+    assert (line["tenant"], line["key"]) == ("anonymous", "none")
+    line = lab.gateway.access_line(lab.chat().header("x-request-id") or "")
+    assert (line["tenant"], line["key"]) == (lab.tenant, "test")
+    assert lab.call(None, "/admin/v1/replicas", method="GET", key=None).status == 403
+
+
+@pytest.mark.parametrize(
+    ("allowed", "forwarded", "trusted", "status"),
+    [
+        (["127.0.0.0/8"], "", [], 200),
+        (["127.0.0.0/8"], "192.0.2.1", [], 200),
+        (["10.0.0.0/8"], "", [], 401),
+        (["10.0.0.0/8"], "10.0.0.9", [], 401),
+        (["10.0.0.0/8"], "10.0.0.9", ["127.0.0.0/8"], 200),
+        (["10.0.0.0/8", "192.0.2.1"], "192.0.2.1", ["127.0.0.0/8"], 200),
+        (["10.0.0.0/8"], "10.0.0.9, 192.0.2.1", ["127.0.0.0/8"], 401),
+        (["10.0.0.0/8"], "garbage", ["127.0.0.0/8"], 401),
+        (["127.0.0.0/8"], "", ["127.0.0.0/8"], 200),
+    ],
+)
+def test_a_key_is_unknown_outside_of_its_networks(
+    lab: Lab, allowed: list[str], forwarded: str, trusted: list[str], status: int
+) -> None:
+    bound = "sk-bound" + "b" * 40
+    entry = {"name": "bound", "sha256": digest(bound), "allow_from": allowed}
+    lab.serve({"m": [replica(lab.engine())]}, server={"trusted_proxies": trusted},
+              tenants=[{"name": f"{lab.tenant}-b", "keys": [entry]}])  # fmt: skip
+    headers = [f"x-forwarded-for: {forwarded}"] if forwarded else []
+    answer = lab.call(chat(), key=bound, headers=headers)
+    assert answer.status == lab.call(None, "/v1/models", method="GET", key=bound, headers=headers).status == status
+    if status == 401:
+        assert answer.body == lab.call(chat(), key="sk-wrong").body
+
+
+def test_why_a_caller_was_refused_is_in_the_log_and_nowhere_else(lab: Lab) -> None:
+    old, bound = "sk-old" + "o" * 40, "sk-bound" + "b" * 40
+    entries = [{"name": "old", "sha256": digest(old), "expires": "2020-01-01"},
+               {"name": "bound", "sha256": digest(bound), "allow_from": ["10.0.0.0/8"]}]  # fmt: skip
+    lab.serve({"m": [replica(lab.engine())]}, tenants=[{"name": f"{lab.tenant}-r", "keys": entries}])
+    answers = [lab.call(chat(), key=key) for key in (old, bound, "sk-wrong", None)]
+    assert len({answer.body for answer in answers}) == 1
+    lines = [lab.gateway.access_line(answer.header("x-request-id") or "") for answer in answers]
+    assert [line["reason"] for line in lines] == [
+        f"key old of {lab.tenant}-r has expired", f"key bound of {lab.tenant}-r may not be used from this address",
+        "unknown key", "no credential",
+    ]  # fmt: skip
+    assert {line["error"] for line in lines} == {"invalid_api_key"}
+    assert "reason" not in lab.gateway.access_line(lab.chat().header("x-request-id") or "")
+
+
 def test_two_keys_in_one_request_mean_the_same_on_every_route(lab: Lab) -> None:
     lab.one()
     for first, second in ((lab.key, "sk-wrong"), ("sk-wrong", lab.key)):
@@ -388,6 +448,52 @@ def test_rate_limit_headers_and_the_refusal(lab: Lab) -> None:
     assert "3 requests" in error["message"] and len(engine.requests) == 3
     assert 1 <= int(refused.header("retry-after") or 0) <= 61
     assert refused.header("x-ratelimit-remaining-requests") == "0"
+
+
+def test_several_windows_apply_at_once_and_the_one_that_is_full_is_named(lab: Lab) -> None:
+    lab.serve({"m": [replica(lab.engine())]}, limits={"requests": ["100/min", "2/hour", "50/day"]})
+    answers = [lab.chat() for _ in range(2)]
+    assert [answer.header("x-ratelimit-limit-requests") for answer in answers] == ["2", "2"]
+    refused = lab.chat()
+    assert refused.status == 429 and "2 requests per hour" in refused.error()["message"]
+    assert 60 < int(refused.header("retry-after") or 0) <= 3661
+
+
+@pytest.mark.parametrize(("budget", "longest"), [("100/day", 86_400), (["100/month", "5000/day"], 31 * 86_400)])
+def test_a_spent_budget_is_a_quota_until_the_next_day_or_month(lab: Lab, budget: Any, longest: int) -> None:
+    usage = {"prompt_tokens": 40, "completion_tokens": 60, "total_tokens": 100}
+    engine = lab.engine(script=lambda x: x.stream(usage=usage))
+    lab.serve({"m": [replica(engine)]}, limits={"token_budget": budget})
+    assert lab.stream(max_tokens=1).status == 200
+    assert eventually(lambda: lab.tokens("completion") == 60)
+    refused = lab.stream(max_tokens=1)
+    error = refused.error()
+    assert (refused.status, error["type"], error["code"]) == (429, "insufficient_quota", "insufficient_quota")
+    assert "100 tokens per" in error["message"] and "100 used" in error["message"]
+    assert 1 <= int(refused.header("retry-after") or 0) <= longest
+    assert refused.header("x-ratelimit-remaining-tokens") == "0" and len(engine.requests) == 1
+
+
+def test_the_limits_of_a_model_are_shared_by_its_callers_who_learn_nothing_of_each_other(lab: Lab) -> None:
+    other = {"name": f"{lab.tenant}-b", "keys": [{"name": "b", "sha256": digest("sk-other" + "o" * 40)}]}
+    engine = lab.engine()
+    lab.serve({"m": {"replicas": [replica(engine)], "limits": {"requests": "3/hour", "tokens": "100000/min"}},
+               "free": [replica(engine)]}, tenants=[other])  # fmt: skip
+    statuses = [lab.call(chat(), key=key).status for key in (lab.key, "sk-other" + "o" * 40, lab.key)]
+    assert statuses == [200] * 3
+    refused = lab.chat()
+    assert refused.status == 429 and refused.error()["code"] == "rate_limit_exceeded"
+    assert "this model" in refused.error()["message"] and "used" not in refused.error()["message"]
+    assert refused.header("retry-after") and refused.header("x-ratelimit-limit-requests") is None
+    assert lab.chat("free").status == 200 and len(engine.requests) == 4
+
+
+def test_what_a_model_refuses_costs_its_caller_no_tokens(lab: Lab) -> None:
+    engine = lab.engine()
+    lab.serve({"m": {"replicas": [replica(engine)], "limits": {"tokens": "50/min"}}, "n": [replica(engine)]},
+              limits={"tokens": "500/min", "concurrency": 1})  # fmt: skip
+    assert [lab.chat(max_tokens=400).status for _ in range(5)] == [429] * 5
+    assert lab.chat("n", max_tokens=400).status == 200
 
 
 def test_streams_carry_the_same_headers(lab: Lab) -> None:

@@ -285,6 +285,19 @@ def test_an_engine_that_dies_takes_nobody_with_it(lab: Lab) -> None:
     assert eventually(lambda: lab.chat("crash").status == 200)
 
 
+def test_leaving_frees_the_models_place_and_tokens(lab: Lab) -> None:
+    engine = lab.engine(script=lambda x: x.wait())
+    lab.serve({"m": {"replicas": [replica(engine)], "limits": {"concurrency": 1, "tokens": "600/min"}}})
+    with lab.gateway.wire() as wire:
+        wire.send(request("POST", "/v1/chat/completions", chat(stream=True, max_tokens=500), key=lab.key))
+        assert eventually(lambda: engine.running == 1)
+        refused = lab.stream(max_tokens=1)
+        assert refused.status == 429 and "this model" in refused.error()["message"]
+    assert engine.last().gone.wait(10)
+    engine.script = lambda x: x.stream()
+    assert eventually(lambda: lab.stream(max_tokens=500).status == 200)
+
+
 def test_leaving_a_waiting_request_frees_its_tenants_place(lab: Lab) -> None:
     """Limits of one key are not held by its own abandoned requests, nor by another key's."""
     other = {"name": f"{lab.tenant}-b", "keys": [{"name": "b", "sha256": digest("sk-other" + "o" * 40)}]}

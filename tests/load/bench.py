@@ -86,9 +86,9 @@ class Engine(asyncio.Protocol):
             await asyncio.sleep(5)
 
 
-def request(body: dict) -> bytes:
+def request(body: dict, credential: str = KEY) -> bytes:
     data = json.dumps({"model": "mock", "messages": [{"role": "user", "content": "Explain key-value caches."}], **body})
-    key, length = f"authorization: Bearer {KEY}", f"content-length: {len(data)}"
+    key, length = f"authorization: Bearer {credential}", f"content-length: {len(data)}"
     lines = ("POST /v1/chat/completions HTTP/1.1", "host: x", key, length)
     return ("\r\n".join(lines) + "\r\n\r\n" + data).encode()
 

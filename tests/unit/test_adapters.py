@@ -124,10 +124,27 @@ def test_tensorrt() -> None:
 
 def test_vllm() -> None:
     assert edits("vllm", guided_choice=["a"], structured_outputs={"regex": "x"}) == {"guided_choice": REMOVE}
+    assert edits("vllm", session_id="x") == edits("sglang", session_id="x") == {"session_id": REMOVE}
     assert edits("vllm", guided_regex="a", cache_salt="x") == {
         "guided_regex": REMOVE, "cache_salt": REMOVE, "structured_outputs": {"regex": "a"},
     }  # fmt: skip
     assert edits("sglang", guided_regex="a", rid="1") == {"guided_regex": REMOVE, "regex": "a", "rid": REMOVE}
+
+
+def test_salts_go_only_where_the_engines_request_has_the_field() -> None:
+    """TensorRT-LLM answers 400 to a field it does not know, and knows this one in chats alone."""
+    salted = {kind: backends.load(kind).salted for kind in backends.kinds()}
+    assert {kind for kind in salted if salted[kind]} == {"vllm", "sglang", "tensorrt_llm"}
+    assert salted["vllm"] == {CHAT, TEXT, EMBED, Operation.RERANK}
+    assert salted["sglang"] == {CHAT, TEXT} and salted["tensorrt_llm"] == {CHAT}
+
+
+def test_vllms_names_for_media_are_refused() -> None:
+    part = {"type": "image_url", "image_url": None}
+    named = [*HI, {"role": "user", "content": [{"type": "text", "text": "x"}, {**part, "uuid": "somebody's"}]}]
+    assert refusal("vllm", messages=named) == "messages"
+    assert refusal("vllm", messages=[{"content": [{**part, "uuid": None}, "uuid", 5]}]) is None
+    assert refusal("vllm", messages=[{"content": "uuid", "uuid": "x"}, {}]) is None
 
 
 def test_lmstudio() -> None:

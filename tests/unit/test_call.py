@@ -1,6 +1,7 @@
 """Request bodies: what is refused, what is read, and the bytes an engine gets."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -8,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import backends
 from backends.base import REMOVE, Operation
+from gateway.attempt import request_bytes
 from gateway.call import Call, estimate_prompt, parse_call
 from gateway.errors import BadRequest, InvalidBody
+from gateway.types import EmbeddedModel, Endpoint, Replica, Tenant, Timeouts
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 HEAD: dict[Operation, dict[str, Any]] = {
@@ -122,6 +126,27 @@ def test_edits_of_an_adapter() -> None:
     assert call.body == orjson.loads(raw)  # never written to
 
 
+SALT = "0123456789abcdef" * 2
+
+
+@pytest.mark.parametrize("model", ["m", "org/Big"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_salt_stands_first_and_changes_no_other_byte(model: str, stream: bool) -> None:
+    call = parse(FIELDS.replace(b'"seed"', b'"stream":true,"seed"') if stream else FIELDS)
+    plain = call.for_engine(model, {})
+    assert call.for_engine(model, {}, SALT) == plain.replace(b"{", b'{"cache_salt":"%b",' % SALT.encode(), 1)
+    assert (b'"stream_options":{"include_usage":true}' in plain) is stream
+
+
+@pytest.mark.parametrize("theirs", ['"cache_salt":"x"', r'"c\u0061che_salt":"x"', '"cache_salt":null'])
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_a_salt_takes_the_place_of_a_clients_own(theirs: str, stream: str) -> None:
+    call = parse(chat(f'"stream":{stream},{theirs},"seed":1'))
+    sent = call.for_engine("new", {"cache_salt": REMOVE}, SALT)
+    assert [value for key, value in json.loads(sent, object_pairs_hook=list) if key == "cache_salt"] == [SALT]
+    assert not [key for key in orjson.loads(call.for_engine("new", {"cache_salt": REMOVE})) if key == "cache_salt"]
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from(["model", '"model":"m"', "m", "é\n", "\\"]),
     lambda inner: (
@@ -137,17 +162,20 @@ VALUES = st.recursive(
     st.sampled_from([None, 2]),
     st.randoms(use_true_random=False),
     st.booleans(),
+    st.sampled_from(["", SALT]),
+    st.sampled_from(["m", "new"]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_any_body_reaches_the_engine_with_nothing_else_changed(
-    more: dict[str, Any], ascii_only: bool, indent: int | None, random: Any, stream: bool
+    more: dict[str, Any], ascii_only: bool, indent: int | None, random: Any, stream: bool, salt: str, model: str
 ) -> None:
     items = list((HEAD[Operation.CHAT] | more | ({"stream": True} if stream else {})).items())
     random.shuffle(items)
     raw = json.dumps(dict(items), ensure_ascii=ascii_only, indent=indent).encode()
     call = parse(raw)
-    expected = dict(items) | {"model": "new"} | ({"stream_options": {"include_usage": True}} if stream else {})
-    out = call.for_engine("new", {})
+    expected = dict(items) | {"model": model} | ({"stream_options": {"include_usage": True}} if stream else {})
+    expected |= {"cache_salt": salt} if salt else {}
+    out = call.for_engine(model, {}, salt)
     assert orjson.loads(out) == expected
     assert len(json.loads(out, object_pairs_hook=list)) == len(expected)
 
@@ -347,3 +375,32 @@ def test_embeddings_are_never_a_stream_and_know_no_stray_options() -> None:
     assert call.stream is False
     assert call.for_engine("m", {}) == raw
     assert refused(b'{"model":"m","input":"x","stream_options":[1]}', Operation.EMBEDDINGS).param == "stream_options"
+
+
+# --- head and body together
+def sent_to(kind: str, tenant: Tenant, headers: dict[bytes, bytes], embedded: EmbeddedModel | None = None) -> bytes:
+    heads = {Operation.CHAT: b"POST /v1/chat/completions HTTP/1.1\r\n"}
+    replica = Replica(
+        "r", "m", backends.load(kind), Endpoint("h", 80), "", "engine", Timeouts(), heads, embedded=embedded
+    )
+    cycle: Any = SimpleNamespace(headers=headers, request_id="req_1")  # all that is read of it
+    return request_bytes(replica, parse(chat('"user":"other"')), cycle, tenant)
+
+
+CLAIMED = dict.fromkeys((b"x-sekisho-tenant", b"x-tenant", b"openai-organization", b"authorization"), b"other")
+
+
+def test_the_embedded_engine_learns_the_tenant_from_the_gateway_alone() -> None:
+    """Its queue is fair between the names it is given: a client that chose one would stand in another's place."""
+    model = EmbeddedModel("/f", None, None, 1, 0, None, 1, 1.0)
+    head, _, body = sent_to("llamacpp", Tenant("acme", salt=SALT), CLAIMED, model).partition(b"\r\n\r\n")
+    assert head.count(b"tenant") == 1 and b"\r\nx-sekisho-tenant: acme" in head and b"other" not in head
+    assert "cache_salt" not in orjson.loads(body)
+
+
+@pytest.mark.parametrize(("kind", "salted"), [("vllm", True), ("sglang", True), ("openai_compatible", False)])
+def test_other_engines_learn_no_names_and_a_salt_only_where_they_have_one(kind: str, salted: bool) -> None:
+    head, _, body = sent_to(kind, Tenant("acme", salt=SALT), CLAIMED).partition(b"\r\n\r\n")
+    assert b"acme" not in head + body and b"other" not in head
+    assert orjson.loads(body).get("cache_salt") == (SALT if salted else None)
+    assert b"salt" not in sent_to(kind, Tenant("anonymous"), CLAIMED)

@@ -112,7 +112,7 @@ def test_version(run: Run) -> None:
 
 
 def test_the_command_line_starts_light() -> None:
-    heavy = "fastapi uvicorn httpx llama_cpp numpy jinja2 structlog prometheus_client rich".split()
+    heavy = "fastapi uvicorn httpx sqlalchemy llama_cpp numpy jinja2 structlog prometheus_client rich".split()
     code = (
         "import sys, gateway.__main__, gateway.config\n"
         f"loaded = [name for name in {heavy!r} if name in sys.modules]\n"

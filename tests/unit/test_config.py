@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pydantic
 import pytest
 import yaml
@@ -17,9 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway import config_yaml
-from gateway.config import Config, ConfigError, Rate, load, schema
+from gateway.config import Config, ConfigError, LimitsConfig, Rate, load, schema
 from gateway.config_shape import Shape, shape_of
 from gateway.config_yaml import parse_document
+from gateway.units import BudgetRate
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("llamacpp", "ollama", "openai_compatible", "vllm")
@@ -76,8 +78,9 @@ def test_nothing_is_the_defaults(read: Load, tmp_path: Path, text: str) -> None:
     assert (server.max_body, server.shutdown_grace, server.keepalive_interval) == (32 << 20, 30.0, 15.0)
     assert (config.models, config.tenants, config.discovery) == ((), (), ())
     assert (config.auth.required, config.limits.on_store_failure, config.logging.content) == (True, "local", "none")
-    assert config.state.redis is None
-    assert config.state.database.get_secret_value() == f"sqlite:///{tmp_path}/sekisho.db"
+    state = config.state
+    assert (state.redis, state.spool, state.usage_retention) == (None, None, 400 * 86400.0)
+    assert state.database is not None and state.database.get_secret_value() == f"sqlite:///{tmp_path}/sekisho.db"
 
 
 def test_a_fleet(read: Load) -> None:
@@ -89,7 +92,7 @@ def test_a_fleet(read: Load) -> None:
     times = replica.timeouts
     assert (times.connect, times.first_byte, times.idle, times.total) == (3.0, 300.0, 60.0, None)
     (key,) = config.tenants[0].keys
-    assert (key.sha256, key.role, key.models, key.expires) == (DIGEST, "user", ("*",), None)
+    assert (key.sha256, key.role, key.models, key.expires, key.allow_from) == (DIGEST, "user", ("*",), None, ())
 
 
 def test_units_networks_and_dates(read: Load) -> None:
@@ -108,7 +111,8 @@ tenants:
         0.0,
     )
     assert config.server.trusted_proxies == (ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("::1/128"))
-    assert config.tenants[0].limits.requests == Rate(600, 60)
+    assert config.tenants[0].limits.requests == (Rate(600, 60),)
+    assert config.tenants[0].limits.token_budget == (BudgetRate(20_000_000, "day"),)
     assert config.tenants[0].keys[0].expires == datetime(2027, 1, 31, tzinfo=UTC)
 
 
@@ -153,7 +157,90 @@ discovery: [{scan: models}]
     assert config.discovery[0].scan == tmp_path / "models"
     assert config.server.tls is not None
     assert (config.server.tls.cert_file, config.server.tls.min_version) == (tmp_path / "crt", "1.3")
+    assert config.state.database is not None
     assert config.state.database.get_secret_value() == f"sqlite:///{tmp_path}/data/x.db"
+
+
+LIMITS = "tenants: [{name: t, limits: {requests: %s}}]"
+
+
+@pytest.mark.parametrize(
+    ("written", "rates"),
+    [
+        ("600/min", (Rate(600, 60),)),
+        ("[10/s, 600/min]", (Rate(10, 1), Rate(600, 60))),
+        ("[10/s]", (Rate(10, 1),)),
+        ("'${R}'", (Rate(8, 3600),)),
+        ("['${R}', 1/s]", (Rate(8, 3600), Rate(1, 1))),
+        ("null", ()),
+        ("[]", ()),
+        ("", ()),
+    ],
+)
+def test_one_window_or_several(read: Load, written: str, rates: tuple[Rate, ...]) -> None:
+    assert read(LIMITS % written, {"R": "8/hour"}).tenants[0].limits.requests == rates
+
+
+@pytest.mark.parametrize("written", ["600/min", "[600/min]", "null", "[]", "'${R}'"])
+def test_windows_are_overridden_whole_or_one_by_one(read: Load, written: str) -> None:
+    name = "SEKISHO__TENANTS__0__LIMITS__REQUESTS"
+
+    def limits(**environ: str) -> tuple[Rate, ...]:
+        return read(LIMITS % written, {"R": "600/min", **environ}).tenants[0].limits.requests
+
+    assert limits(**{name: "10/s"}) == limits(**{f"{name}__0": "10/s"}) == (Rate(10, 1),)
+    assert limits(**{name: "10/s", f"{name}__1": "5/hour"}) == (Rate(10, 1), Rate(5, 3600))
+    assert limits(**{name: ""}) == limits(**{name: "null"}) == ()
+    if limits():
+        assert limits(**{f"{name}__1": "10/s"}) == (Rate(600, 60), Rate(10, 1))
+
+
+def test_models_have_limits_like_tenants(read: Load) -> None:
+    limits = "limits: {requests: [5/s, 50/min], token_budget: 9/month, concurrency: 3}"
+    environ = {"SEKISHO__MODELS__0__LIMITS__TOKENS": "7/min", "SEKISHO__MODELS__0__LIMITS__CONCURRENCY": "4"}
+    model = read(FLEET.replace("name: smollm2", f"name: smollm2\n    {limits}"), environ).models[0]
+    assert (model.limits.requests, model.limits.tokens) == ((Rate(5, 1), Rate(50, 60)), (Rate(7, 60),))
+    assert (model.limits.token_budget, model.limits.concurrency) == ((BudgetRate(9, "month"),), 4)
+    assert read(FLEET.replace("name: smollm2", "name: smollm2\n    limits:")).models[0].limits == LimitsConfig()
+
+
+def test_a_database_and_a_retention_may_be_none(read: Load, tmp_path: Path) -> None:
+    state = read("state: {database: null, usage_retention: null, spool: waiting}").state
+    assert (state.database, state.usage_retention, state.spool) == (None, None, tmp_path / "waiting")
+    overridden = read("state: {database: 'sqlite:///x.db'}", {"SEKISHO__STATE__DATABASE": "null"}).state
+    assert overridden.database is None
+
+
+def test_the_keys_of_an_issuer_come_from_its_address_or_from_a_file(read: Load, tmp_path: Path) -> None:
+    """`jwks_file` is a file to be watched, and not the content of an option called `jwks`."""
+    (tmp_path / "keys.json").write_text('{"keys": []}')
+    issuer = "auth: {jwt: [{issuer: a, audience: b, jwks_file: keys.json}]}"
+    (by_file,) = read(issuer).auth.jwt
+    assert (by_file.jwks_file, by_file.jwks_url) == (tmp_path / "keys.json", None)
+    assert by_file.algorithms == ("RS256", "ES256")
+    name = "SEKISHO__AUTH__JWT__0__JWKS"
+    (by_url,) = read(issuer, {f"{name}_FILE": "null", f"{name}_URL": "https://id.example/k"}).auth.jwt
+    assert (by_url.jwks_file, by_url.jwks_url) == (None, "https://id.example/k")
+    (overridden,) = read(issuer.replace("keys.json", "nowhere"), {f"{name}_FILE": "keys.json"}).auth.jwt
+    assert overridden.jwks_file == tmp_path / "keys.json"
+
+
+def test_networks_of_keys_and_certificates(read: Load, tmp_path: Path) -> None:
+    (tmp_path / "crt").touch()
+    config = read(
+        FLEET.replace("{name: ci,", '{name: ci, allow_from: [10.0.0.0/8, "::1"],')
+        + """
+server: {tls: {cert_file: crt, key_file: crt, client_ca_file: crt}}
+auth:
+  certificates:
+    - {san: "spiffe://cluster/app", tenant: research}
+    - {subject: robot, tenant: elsewhere, role: operator, models: [small]}
+"""
+    )
+    assert [str(one) for one in config.tenants[0].keys[0].allow_from] == ["10.0.0.0/8", "::1/128"]
+    first, second = config.auth.certificates
+    assert (first.san, first.subject, first.role, first.models) == ("spiffe://cluster/app", None, "user", ("*",))
+    assert (second.subject, second.tenant, second.role) == ("robot", "elsewhere", "operator")
 
 
 def test_merge_keys_and_anchors(read: Load) -> None:
@@ -253,6 +340,11 @@ def test_options_win_over_the_environment(read: Load) -> None:
         ("SEKISHO__", "names no field"),
         ("SEKISHO__SERVER__PORT", "not a whole number"),
         ("SEKISHO__LOGGING__LEVEL", "not one of the choices"),
+        ("SEKISHO__TENANTS__0__LIMITS__REQUESTS", "tenants[0].limits.requests: not a rate"),
+        ("SEKISHO__TENANTS__0__LIMITS__TOKEN_BUDGET", "tenants[0].limits.token_budget: not a budget"),
+        ("SEKISHO__TENANTS__0__LIMITS__TOKENS__0", "tenants[0].limits.tokens[0]: not a rate"),
+        ("SEKISHO__MODELS__0__LIMITS__TOKENS__1", "has no item 1"),
+        ("SEKISHO__TENANTS__0__KEYS__0__ALLOW_FROM", "a list, not a single value"),
     ],
 )
 def test_wrong_overrides_name_the_variable(refuse: Refuse, name: str, said: str) -> None:
@@ -316,6 +408,31 @@ def test_wrong_overrides_name_the_variable(refuse: Refuse, name: str, said: str)
             "gateway.yaml:1: tenants[0].limits.requests: not a rate, write",
         ),
         (
+            "tenants:\n  - name: a\n    limits:\n      requests:\n        - 5/s\n        - 5\n",
+            "gateway.yaml:6: tenants[0].limits.requests[1]: not a rate, write",
+        ),
+        (
+            "tenants:\n  - name: a\n    limits:\n      requests: [60/min, 1/s, 5/60s]\n",
+            "gateway.yaml:4: tenants[0].limits.requests: two limits for the same window, keep the smaller one",
+        ),
+        (
+            "tenants: [{name: a, limits: {token_budget: 5/hour}}]\n",
+            "gateway.yaml:1: tenants[0].limits.token_budget: not a budget, write a whole count and a period",
+        ),
+        (
+            "tenants: [{name: a, limits: {token_budget: [5/day, 7/d]}}]\n",
+            "gateway.yaml:1: tenants[0].limits.token_budget: two limits for the same window",
+        ),
+        (
+            "models: [{name: a, limits: {requests: {s: 5}}, replicas: [{backend: vllm, url: 'http://x'}]}]\n",
+            "gateway.yaml:1: models[0].limits.requests: not a rate, write",
+        ),
+        (
+            "tenants: [{name: a, keys: [{name: k, sha256: a, allow_from: [10.0.0.5/8]}]}]\n",
+            "gateway.yaml:1: tenants[0].keys[0].allow_from[0]: an address inside a network",
+        ),
+        ("state: {usage_retention: 0s}\n", "gateway.yaml:1: state.usage_retention: out of range"),
+        (
             "tenants: [{name: a, weight: 0}]\n",
             "gateway.yaml:1: tenants[0].weight: out of range, write a value greater than 0",
         ),
@@ -332,6 +449,22 @@ def test_wrong_overrides_name_the_variable(refuse: Refuse, name: str, said: str)
         (
             "auth: {jwt: [{issuer: a, audience: b, jwks_url: 'https://id.example', algorithms: [none]}]}\n",
             "gateway.yaml:1: auth.jwt[0].algorithms[0]: not one of the choices",
+        ),
+        (
+            "auth: {jwt: [{issuer: a, audience: b, jwks_url: 'https://id.example', algorithms: [HS256]}]}\n",
+            "gateway.yaml:1: auth.jwt[0].algorithms[0]: not one of the choices",
+        ),
+        (
+            "auth: {jwt: [{issuer: a, audience: b}]}\n",
+            "gateway.yaml:1: auth.jwt[0]: exactly one of `jwks_url` and `jwks_file`",
+        ),
+        (
+            "auth: {jwt: [{issuer: a, audience: b, jwks_fil: keys}]}\n",
+            "gateway.yaml:1: auth.jwt[0].jwks_fil: unknown key, did you mean `jwks_file`?",
+        ),
+        (
+            "auth: {certificates: [{tenant: a}]}\n",
+            "gateway.yaml:1: auth.certificates[0]: exactly one of `san` and `subject`",
         ),
         ("discovery: [{backend: vllm}]\n", "gateway.yaml:1: discovery[0]: exactly one of `url` and `scan`"),
     ],
@@ -420,6 +553,22 @@ def test_wrong_replicas(refuse: Refuse, replica: str, said: str) -> None:
         (
             lambda text: text + "server: {host: 0.0.0.0}\nauth: {required: false}\n",
             "gateway.yaml:10: auth.required: false while `server.host` can be reached",
+        ),
+        (
+            lambda text: text + "auth: {certificates: [{san: a, tenant: a}]}\n",
+            "gateway.yaml:9: auth.certificates: client certificates that nobody asks for",
+        ),
+        (
+            lambda text: text + "auth: {certificates: [{san: a, tenant: a}, {san: a, tenant: b}]}\n",
+            "gateway.yaml:9: auth.certificates[1]: the same name twice",
+        ),
+        (
+            lambda text: text + "auth: {jwt: [{issuer: a, audience: b, jwks_file: nowhere}]}\n",
+            "gateway.yaml:9: auth.jwt[0].jwks_file: no such file",
+        ),
+        (
+            lambda text: text + "auth:\n  jwt:\n" + "    - {issuer: a, audience: b, jwks_url: 'https://x'}\n" * 2,
+            "gateway.yaml:12: auth.jwt[1]: the same issuer and audience twice",
         ),
         (lambda text: text + "discovery: [{scan: nowhere}]\n", "gateway.yaml:9: discovery[0].scan: no such folder"),
         (
@@ -560,6 +709,39 @@ def test_no_text_escapes_as_another_error(read: Load, text: str) -> None:
 # Schema and example
 
 
+@pytest.fixture(name="fits", scope="module")
+def _fits() -> Callable[[str], bool]:
+    """Whether the JSON Schema accepts a YAML text, as an editor would say."""
+    validator = jsonschema_rs.validator_for(schema())
+    return lambda text: validator.is_valid(json.loads(json.dumps(yaml.safe_load(text), default=str)))
+
+
+def test_the_example_fits_the_schema(fits: Callable[[str], bool]) -> None:
+    assert fits((ROOT / "config" / "gateway.example.yaml").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("written", ["600/min", "[10/s, 600/min]", "null", "[]", "'${R}'", "['${R}', 1/s]", "100/30s"])
+def test_the_schema_takes_one_window_or_several(fits: Callable[[str], bool], written: str) -> None:
+    assert fits(LIMITS % written)
+    assert fits(f"models: [{{name: a, limits: {{requests: {written}}}, replicas: [{{url: x}}]}}]")
+
+
+@pytest.mark.parametrize("written", ["600", "600/fortnight", "[600]", "{s: 5}", "1/month"])
+def test_the_schema_takes_no_other_windows(fits: Callable[[str], bool], written: str) -> None:
+    assert not fits(LIMITS % written)
+
+
+def test_the_schema_tells_budgets_from_rates(fits: Callable[[str], bool]) -> None:
+    budget = "tenants: [{name: t, limits: {token_budget: %s}}]"
+    assert all(fits(budget % written) for written in ("1/day", "[1/day, 2/month]", "null", "'${R}'"))
+    assert not any(fits(budget % written) for written in ("1/hour", "1/2day", "[1/s]", "5"))
+
+
+def test_the_schema_takes_no_database_and_no_retention(fits: Callable[[str], bool]) -> None:
+    assert fits("state: {database: null, spool: null, usage_retention: null}")
+    assert fits("state: {database_file: secret, usage_retention: 30d}")
+
+
 def _sections(model: type[pydantic.BaseModel], seen: set[type[pydantic.BaseModel]]) -> set[type[pydantic.BaseModel]]:
     if model not in seen:
         seen.add(model)
@@ -596,11 +778,13 @@ def _example(tmp_path: Path) -> Path:
     for name in (
         "tls/gateway.crt",
         "tls/gateway.key",
+        "tls/clients-ca.crt",
         "tls/engines-ca.crt",
         "tls/client.crt",
         "tls/client.key",
         "models/SmolLM2.gguf",
         "secrets/ops.sha256",
+        "secrets/ci-jwks.json",
         "secrets/vllm.key",
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -628,6 +812,8 @@ def test_the_example_shows_every_option(example: Path) -> None:
 
 def test_the_example_states_the_defaults(example: Path) -> None:
     config, defaults = load(example, kinds=KINDS, environ=EXAMPLE_ENVIRONMENT), Config()
+    state = config.state.model_copy(update={"redis": None, "database": defaults.state.database})
+    assert state == defaults.state
     assert config.server.model_copy(update={"tls": None}) == defaults.server
     assert (config.metrics, config.media, config.limits, config.logging) == (
         defaults.metrics,

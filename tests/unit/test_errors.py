@@ -11,13 +11,16 @@ from gateway.errors import (
     AuthError,
     BadRequest,
     ClientGone,
+    Conflict,
     ContextTooLong,
     EngineBusy,
     GatewayError,
     Internal,
     ModelNotFound,
+    QuotaExceeded,
     RateLimited,
     ShuttingDown,
+    StoreUnavailable,
     UnsupportedOperation,
     UpstreamError,
     UpstreamFailed,
@@ -52,7 +55,7 @@ def test_every_error_has_openais_shape(kind: type[GatewayError]) -> None:
     assert list(document["error"]) == ["message", "type", "param", "code"]
     assert document["error"]["message"]
     assert document["error"]["type"] in (
-        "invalid_request_error", "permission_error", "rate_limit_error", "server_error",
+        "invalid_request_error", "permission_error", "rate_limit_error", "insufficient_quota", "server_error",
     )  # fmt: skip
     if kind is not GatewayError and kind is not BadRequest:
         assert document["error"]["code"]
@@ -93,6 +96,25 @@ def test_headers_only_where_they_mean_something() -> None:
     assert errors.headers(BadRequest("x")) == []
     assert errors.headers(AuthError()) == [(b"www-authenticate", b"Bearer")]
     assert errors.headers(ShuttingDown()) == [(b"retry-after", b"2")]
+
+
+def test_a_reason_to_refuse_a_caller_is_in_no_answer() -> None:
+    error = AuthError("key ci of research has expired")
+    assert error.reason == "key ci of research has expired"
+    told = errors.body(error) + errors.event(error) + errors.header_lines(error) + str(error).encode()
+    assert b"ci" not in told.replace(b"Incorrect", b"") and b"expired" not in told
+    assert errors.body(error) == errors.body(AuthError())
+
+
+def test_a_spent_budget_says_so_as_openai_does() -> None:
+    error = QuotaExceeded("x", retry_after=3599.2)
+    assert (error.status, error.type, error.code) == (429, "insufficient_quota", "insufficient_quota")
+    assert isinstance(error, RateLimited) and errors.headers(error) == [(b"retry-after", b"3600")]
+
+
+def test_a_store_out_of_reach_and_a_taken_name_have_statuses_of_their_own() -> None:
+    assert (StoreUnavailable("x").status, StoreUnavailable("x").code) == (503, "store_unavailable")
+    assert (Conflict("x").status, Conflict("x").type, Conflict("x").code) == (409, "invalid_request_error", "conflict")
 
 
 # --- what the class says and what one error overrides

@@ -1,15 +1,19 @@
-"""Windows, leases and headers, for every order of requests and every clock."""
+"""Leases over several counters: all or nothing, to the token, over reloads, and what a caller is told."""
 
-import math
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import RateLimited
-from gateway.limits import SLICES, Lease, Limiter, Window, duration
+from gateway.config import LimitsConfig
+from gateway.errors import QuotaExceeded, RateLimited, body
+from gateway.limits import Lease, Limiter, LocalPlace, Place
+from gateway.people import compile_limits
 from gateway.types import Limit, Limits
+from gateway.windows import Counter, Window
 
 SECONDS = st.sampled_from([1, 7, 60, 3600, 86400])
 START = st.sampled_from([0.0, 0.5, 1234.567, 1e6, 1.7e9])
@@ -30,7 +34,7 @@ def used(limiter: Limiter, limits: Limits, now: float) -> int:
 
 def spent(limiter: Limiter, name: str, now: float) -> int:
     """What counts under a name now; a name nobody has used yet has spent nothing."""
-    window = limiter._windows.get(name)
+    window = limiter._counters.get(name)
     if window is None:
         return 0
     window.advance(now)
@@ -65,61 +69,11 @@ def test_no_stretch_of_the_window_admits_more_than_the_limit(
         assert sum(cost for at, cost in admitted if first <= at < first + seconds) <= count
 
 
-@given(
-    SECONDS,
-    START,
-    st.integers(1, 20),
-    st.lists(st.tuples(st.floats(0, 0.4), st.integers(1, 8)), max_size=30),
-    st.integers(1, 8),
-)
-@settings(max_examples=150, deadline=None)
-def test_wait_is_honest(seconds: int, start: float, count: int, steps: list[tuple[float, int]], cost: int) -> None:
-    """After the time a refusal names it fits; well before it does not."""
-    window, now = Window(Limit(count, seconds, "tokens", "key")), start
-    for pause, amount in steps:
-        now += pause * seconds
-        window.advance(now)
-        if window.has_room(amount, now):
-            window.add(amount)
-    wait = window.wait(cost, now)
-    assert 0 <= wait <= seconds * (SLICES + 1) / SLICES * (1 + 1e-9)
-    if cost > count:
-        return
-    assert (wait == 0) == window.has_room(cost, now)
-    if wait > 0.01 * seconds:
-        assert not window.has_room(cost, now + wait - 0.005 * seconds)
-    assert window.has_room(cost, now + wait + 1e-6 * seconds)
-
-
-@given(SECONDS, START, st.lists(st.tuples(st.floats(0, 0.4), st.integers(0, 8)), max_size=30))
-@settings(max_examples=100, deadline=None)
-def test_reset_is_when_nothing_counts_any_more(seconds: int, start: float, steps: list[tuple[float, int]]) -> None:
-    window, now = Window(Limit(100, seconds, "tokens", "key")), start
-    for pause, amount in steps:
-        now += pause * seconds
-        window.advance(now)
-        window.add(amount)
-    reset = window.reset(now)
-    assert (reset > 0) == (window.used > 0)
-    window.advance(now + reset + 1e-6 * seconds)
-    assert window.used == 0
-
-
 def test_spent_room_comes_back_after_the_window_and_one_slice() -> None:
     limiter, limits = Limiter(), tokens(10)
     limiter.admit(limits, 0.5).reserve(10, 0.5)
     assert used(limiter, limits, 60.4) == 10
     assert used(limiter, limits, 61.0) == 0
-
-
-def test_a_clock_that_steps_back_changes_nothing() -> None:
-    window = Window(Limit(10, 60, "tokens", "key"))
-    window.advance(100.0)
-    window.add(4)
-    window.advance(50.0)
-    assert window.used == 4
-    window.advance(162.0)
-    assert window.used == 0
 
 
 # --- reserve and settle
@@ -232,6 +186,250 @@ def test_tenants_and_keys_do_not_share_unless_named_so() -> None:
     refused(lambda: limiter.admit(requests(1, key="key:t/a:requests"), 0.0))
 
 
+# --- several windows, budgets and a model's own limits at once
+COUNTS = st.integers(1, 12)
+OPTIONAL = st.none() | COUNTS
+
+
+def rules(scope: str, name: str, numbers: Sequence[int | None]) -> Limits:
+    """Limits of every kind. Their windows are long: nothing leaves them while a test lasts."""
+    hour, day, tokens_hour, tokens_day, budget_day, budget_month, concurrency = numbers
+    return compile_limits(
+        LimitsConfig.model_validate({
+            "requests": [f"{count}/{window}" for count, window in ((hour, "hour"), (day, "day")) if count],
+            "tokens": [f"{c}0/{window}" for c, window in ((tokens_hour, "hour"), (tokens_day, "day")) if c],
+            "token_budget": [f"{c}0/{period}" for c, period in ((budget_day, "day"), (budget_month, "month")) if c],
+            "concurrency": concurrency,
+        }),
+        scope,
+        name,
+    )  # fmt: skip
+
+
+NUMBERS = st.tuples(OPTIONAL, OPTIONAL, OPTIONAL, OPTIONAL, OPTIONAL, OPTIONAL, OPTIONAL)
+
+
+@dataclass
+class Running:
+    """A request between its admission and its end."""
+
+    lease: Lease
+    holds: list[Limits]  # whose places it has taken
+    reserved: dict[str, int] = field(default_factory=dict)  # by counter
+
+
+class House:
+    """A limiter, and beside it what every counter has to show."""
+
+    def __init__(self, caller: Limits, model: Limits) -> None:
+        self.limiter, self.caller, self.model = Limiter(), caller, model
+        self.limiter.clock.offset = 1.7e9
+        self.running: list[Running] = []
+        self.expected = {name: 0 for limits in (caller, model) for name, _ in (*limits.requests, *limits.tokens)}
+
+    def open(self, cost: int, now: float) -> None:
+        """As the pipeline does it: the caller's limits, then the model's, joined; given back when one refuses."""
+        request = self._admitted(self.caller, now)
+        if request is None:
+            return
+        if self._reserved(request, request.lease, self.caller, cost, now):
+            own = self._admitted(self.model, now)
+            if own is not None:
+                request.lease.join(own.lease)
+                request.holds.append(self.model)
+                if self._reserved(request, own.lease, self.model, cost, now):
+                    self.running.append(request)
+                    return
+        self.close(request, now)
+
+    def _admitted(self, limits: Limits, now: float) -> Running | None:
+        try:
+            lease = self.limiter.admit(limits, now)
+        except RateLimited:
+            return None
+        for name, _ in limits.requests:
+            self.expected[name] += 1
+        return Running(lease, [limits])
+
+    def _reserved(self, request: Running, lease: Lease, limits: Limits, cost: int, now: float) -> bool:
+        try:
+            lease.reserve(cost, now)
+        except RateLimited:
+            return False
+        for name, _ in limits.tokens:
+            self.expected[name] += cost
+            request.reserved[name] = cost
+        return True
+
+    def settle(self, request: Running, tokens: int, now: float) -> None:
+        request.lease.settle(tokens, now)
+        for name, cost in request.reserved.items():
+            self.expected[name] += tokens - cost
+        request.reserved.clear()
+
+    def close(self, request: Running, now: float) -> None:
+        request.lease.close(now)
+        for name, cost in request.reserved.items():
+            self.expected[name] -= cost
+
+    def check(self, now: float) -> None:
+        assert {name: spent(self.limiter, name, now) for name in self.expected} == self.expected
+        for limits in (self.caller, self.model):
+            for name, most in limits.concurrency:
+                assert self.limiter.running(name) == sum(limits in request.holds for request in self.running) <= most
+            for name, limit in limits.requests:
+                assert self.expected[name] <= limit.count
+
+
+STEPS = st.lists(st.tuples(st.sampled_from(["open", "open", "settle", "close"]), st.integers(1, 60)), max_size=40)
+
+
+@given(NUMBERS, NUMBERS, NUMBERS, STEPS)
+@settings(max_examples=250, deadline=None)
+def test_a_refusal_anywhere_spends_nothing_that_closing_does_not_give_back(
+    tenant: Sequence[int | None],
+    key: Sequence[int | None],
+    model: Sequence[int | None],
+    steps: list[tuple[str, int]],
+) -> None:
+    """Every counter shows what is reserved and what was used, whichever of them said no; only requests stay counted."""
+    house = House(rules("tenant", "t", tenant) + rules("key", "t/k", key), rules("model", "m", model))
+    for number, (step, amount) in enumerate(steps):
+        now = 1000 + number * 0.25
+        if step == "open":
+            house.open(amount, now)
+        elif house.running:
+            request = house.running[amount % len(house.running)]
+            if step == "settle":
+                house.settle(request, amount, now)
+            else:
+                house.running.remove(request)
+                house.close(request, now)
+        house.check(now)
+    for request in house.running:
+        house.close(request, 2000)
+    house.running.clear()
+    house.check(2000)
+
+
+@given(st.permutations(["settle", "settle again", "join", "close"]), st.integers(0, 90), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_a_joined_lease_balances_in_every_order(order: list[str], tokens_used: int, reserves: bool) -> None:
+    limiter = Limiter()
+    caller, model = rules("key", "t/k", (9, 9, 9, 9, 9, 9, 9)), rules("model", "m", (9, 9, 9, 9, 9, 9, 9))
+    lease, own = limiter.admit(caller, 0.0), limiter.admit(model, 0.0)
+    lease.reserve(50, 0.0)
+    if reserves:
+        own.reserve(50, 0.0)
+    for step in order:
+        if step == "join":
+            lease.join(own)
+        elif step == "close":
+            lease.close(1.0)
+        else:
+            lease.settle(tokens_used, 1.0)
+    if order.index("close") < order.index("join"):
+        own.close(1.0)  # joined too late to be closed with the other
+    settled = min(order.index("settle"), order.index("settle again"))
+    with_close = order.index("close")
+    caller_used = tokens_used if settled < with_close else 0
+    model_used = tokens_used if reserves and order.index("join") < settled < with_close else 0
+    assert {spent(limiter, name, 1.0) for name, _ in caller.tokens} == {caller_used}
+    assert {spent(limiter, name, 1.0) for name, _ in model.tokens} == {model_used}
+    assert limiter.running("key:t/k") == limiter.running("model:m") == 0
+
+
+def test_of_several_windows_each_one_refuses_for_itself() -> None:
+    limiter = Limiter()
+    limits = compile_limits(LimitsConfig.model_validate({"requests": ["2/s", "3/min"]}), "key", "t/k")
+    for now in (0.1, 0.2):
+        limiter.admit(limits, now)
+    assert "2 requests per second" in refused(lambda: limiter.admit(limits, 0.3)).message
+    limiter.admit(limits, 1.3)
+    error = refused(lambda: limiter.admit(limits, 3.0))
+    assert "3 requests per minute" in error.message
+    assert error.retry_after == pytest.approx(58.0)
+
+
+# --- budgets
+def budgets(*rates: str) -> Limits:
+    return compile_limits(LimitsConfig.model_validate({"token_budget": rates}), "tenant", "t")
+
+
+def test_a_spent_budget_is_a_quota_with_the_time_until_the_next_period() -> None:
+    limiter, limits = Limiter(), budgets("100/day", "1000/month")
+    limiter.clock.offset = 1_772_323_200.0 + 86_400 * 9 + 82_800  # 23:00 of 10 March 2026
+    lease = limiter.admit(limits, 0.0)
+    lease.reserve(90, 0.0)
+    lease.settle(100, 0.0)
+    error = refused(lambda: limiter.admit(limits, 1.0).reserve(1, 1.0))
+    assert isinstance(error, QuotaExceeded)
+    assert (error.type, error.code, error.retry_after) == ("insufficient_quota", "insufficient_quota", 3599.0)
+    assert "100 tokens per day, 100 used, 1 requested" in error.message
+    limiter.admit(limits, 3600.0).reserve(100, 3600.0)
+    spent_by_month = refused(lambda: limiter.admit(limits, 3601.0).reserve(1, 3601.0))
+    assert "per day" in spent_by_month.message
+    assert spent(limiter, "tenant:t:budget/month", 3601.0) == 200
+
+
+def test_a_request_larger_than_a_budget_is_not_told_to_wait() -> None:
+    error = refused(lambda: Limiter().admit(budgets("100/day"), 0.0).reserve(101, 0.0))
+    assert (error.code, error.retry_after) == ("request_too_large_for_limit", None)
+
+
+def test_what_an_earlier_process_has_spent_of_a_budget_counts() -> None:
+    limiter, limits = Limiter(), budgets("100/day")
+    ((name, limit),) = limits.tokens
+    limiter.seed(name, limit, 0, 1.0)
+    limiter.seed(name, limit, 95, 1.0)
+    limiter.admit(limits, 2.0).reserve(5, 2.0)
+    refused(lambda: limiter.admit(limits, 3.0).reserve(1, 3.0))
+    limiter.admit(limits, 86_400.0).reserve(100, 86_400.0)  # the clock shows 1970: a day later is another day
+
+
+# --- counters that are kept elsewhere
+class Elsewhere:
+    """A store within reach that has room for one more of everything at each visit."""
+
+    def __init__(self) -> None:
+        self.counters: dict[str, Window] = {}
+        self.visits: list[tuple[int, int, int]] = []  # counters, places, cost
+
+    def counter(self, key: str, limit: Limit) -> Counter:
+        counter = self.counters.setdefault(key, Window(limit))
+        counter.limit = limit
+        return counter
+
+    def place(self, key: str, scope: str, most: int) -> Place:
+        return LocalPlace(scope, most)
+
+    async def cover(self, counters: Sequence[Counter], places: Sequence[Place], cost: int, now: float) -> None:
+        self.visits.append((len(counters), len(places), cost))
+
+
+def test_shared_counters_are_drawn_from_before_each_step_and_never_seeded() -> None:
+    store = Elsewhere()
+    limiter = Limiter(store)
+    limits = compile_limits(
+        LimitsConfig.model_validate({"requests": ["5/s", "9/min"], "tokens": "100/min", "concurrency": 2}), "key", "t/k"
+    )
+
+    async def one() -> Lease:
+        await limiter.cover_request(limits, 0.0)
+        lease = limiter.admit(limits, 0.0)
+        await limiter.cover_tokens(limits, 70, 0.0)
+        lease.reserve(70, 0.0)
+        return lease
+
+    lease = asyncio.run(one())
+    assert store.visits == [(2, 1, 1), (1, 0, 70)]
+    lease.settle(30, 1.0)
+    assert store.counters["key:t/k:tokens/60"].used == 30
+    ((name, limit),) = limits.tokens
+    limiter.seed(name, limit, 50, 1.0)
+    assert store.counters["key:t/k:tokens/60"].used == 30
+
+
 # --- reload
 def test_a_reload_keeps_what_was_spent() -> None:
     limiter = Limiter()
@@ -263,6 +461,28 @@ def test_a_refused_request_of_before_a_reload_does_not_bring_the_old_limits_back
     limiter.admit(new, 1.0)
     limiter.headers(old, 1.0)
     refused(lambda: limiter.admit(new, 1.0))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["here", "elsewhere"])
+def test_a_request_that_began_before_a_reload_brings_no_old_limit_back(shared: bool) -> None:
+    """A model's limits are looked up after the body was read: the reload may have come in between."""
+    limiter = Limiter(Elsewhere() if shared else None)
+    old, new = requests(100), requests(3)
+    limiter.admit(new, 0.0)
+    limiter.forget_accounts()
+    limiter.admit(new, 1.0)
+    limiter.admit(old, 1.0)
+    assert "3 requests per minute" in refused(lambda: limiter.admit(old, 1.0)).message
+    assert "3 requests per minute" in refused(lambda: limiter.admit(new, 1.0)).message
+
+
+def test_a_request_that_began_before_a_reload_brings_no_old_concurrency_back() -> None:
+    limiter = Limiter()
+    old, new = Limits(concurrency=(("model:m", 100),)), Limits(concurrency=(("model:m", 2),))
+    for limits in (new, old):
+        limiter.admit(limits, 0.0)
+    for limits in (new, old):
+        assert "2 requests at a time" in refused(lambda limits=limits: limiter.admit(limits, 0.0)).message  # type: ignore[misc]
 
 
 def test_headers_of_a_refusal_say_what_is_left() -> None:
@@ -332,6 +552,35 @@ def test_a_request_that_never_fits_is_told_so() -> None:
     assert error.retry_after is None
 
 
+def test_a_full_model_tells_nobody_what_others_have_used() -> None:
+    limiter = Limiter()
+    model = rules("model", "m", (7, None, 5, None, None, None, 1))
+    lease = limiter.admit(model, 0.0)
+    lease.reserve(37, 0.0)
+    refusals = [refused(lambda: limiter.admit(model, 0.0))]
+    lease.close(0.0)
+    for now in range(5):
+        again = limiter.admit(model, now)
+        again.reserve(10, now)
+        again.settle(9, now)
+        again.close(now)
+    refusals += [refused(lambda: limiter.admit(model, 9.0).reserve(29, 9.0))]
+    assert [error.status for error in refusals] == [429, 429]
+    assert all("this model" in error.message for error in refusals)
+    assert not any(word in body(error).decode() for error in refusals for word in ("used", "37", "45"))
+
+
+def test_headers_speak_of_the_callers_limits_and_not_of_the_models() -> None:
+    limiter = Limiter()
+    lease = limiter.admit(rules("key", "t/k", (9, None, 9, None, None, None, None)), 0.0)
+    own = limiter.admit(rules("model", "m", (5, None, 5, None, None, None, None)), 0.0)
+    lease.join(own)
+    lease.reserve(10, 0.0)
+    own.reserve(10, 0.0)
+    shown = headers(lease, 0.0)
+    assert (shown["x-ratelimit-limit-requests"], shown["x-ratelimit-limit-tokens"]) == ("9", "90")
+
+
 def headers(lease: Lease, now: float) -> dict[str, str]:
     return dict(line.split(": ") for line in lease.headers(now).decode().splitlines())
 
@@ -361,25 +610,3 @@ def test_headers_never_go_below_zero_and_are_absent_without_a_limit() -> None:
     lease.settle(50, 0.0)
     assert headers(lease, 0.0)["x-ratelimit-remaining-tokens"] == "0"
     assert limiter.admit(Limits(concurrency=(("k", 5),)), 0.0).headers(0.0) == b""
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0ms"), (0.12, "120ms"), (0.0001, "1ms"), (1, "1s"), (1.01, "2s"), (59.94, "1m0s"), (60, "1m0s"),
-     (359.2, "6m0s"), (3600, "1h0m0s"), (86399.5, "24h0m0s")],
-)  # fmt: skip
-def test_durations_as_openai_writes_them(seconds: float, text: str) -> None:
-    assert duration(seconds).decode() == text
-
-
-@given(st.floats(0, 1e6))
-@settings(max_examples=100, deadline=None)
-def test_a_duration_is_never_shorter_than_the_truth(seconds: float) -> None:
-    text = duration(seconds).decode()
-    if text.endswith("ms"):
-        value = int(text[:-2]) / 1000
-    else:
-        hours, _, rest = text.rpartition("h")
-        minutes, _, rest = rest.rpartition("m")
-        value = int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(rest[:-1])
-    assert seconds <= value <= math.ceil(seconds)

@@ -59,6 +59,24 @@ def test_an_estimate_is_called_one_and_a_failure_has_its_code() -> None:
     assert "cached_tokens" not in line
 
 
+@pytest.mark.parametrize("style", ["json", "text"])
+def test_why_a_caller_was_refused_is_in_the_log(style: str) -> None:
+    text = written(style, finished(principal=None, model=None, error=AuthError("key ci of t has expired"), status=401))
+    assert '"key ci of t has expired"' in text and "invalid_api_key" in text
+    for error in (AuthError(), RateLimited("x"), None):
+        line = written(style, finished(error=error))
+        assert '"reason"' not in line and " reason=" not in line
+
+
+@pytest.mark.parametrize("style", ["json", "text"])
+def test_a_reason_breaks_no_line_whatever_it_holds(style: str) -> None:
+    """It may repeat what a token says of itself."""
+    text = written(style, finished(error=AuthError('a"b\\\n{"event":"request"}\u2028 \x1b[0m\ud800'), status=401))
+    assert text.count("\n") == 1 and "\x1b" not in text
+    if style == "json":
+        assert json.loads(text)["reason"].startswith('a"b')
+
+
 def test_lines_in_order_one_each() -> None:
     lines = written("json", *(finished(request_id=f"req_{i}") for i in range(500))).splitlines()
     assert [json.loads(line)["request_id"] for line in lines] == [f"req_{i}" for i in range(500)]
@@ -142,6 +160,7 @@ def test_a_failed_write_loses_its_lines_and_no_more(error: Exception) -> None:
     [
         {}, {"asked": "m"}, {"asked": 'a"b\\c \u00e9'}, {"first_token": 0.0}, {"usage": None}, {"usage": Usage(1, 2)},
         {"error": RateLimited("x"), "status": 429, "replica": None},
+        {"error": AuthError("key ci of t has expired"), "status": 401}, {"error": AuthError(), "status": 401},
         {"principal": None, "model": None, "replica": None},
         {"stream": False, "attempts": 3},
     ],

@@ -11,6 +11,8 @@ import backends
 from backends.base import Operation
 from gateway.auth import authenticate
 from gateway.config import ConfigError, load
+from gateway.people import People
+from gateway.records import Changes, KeyRecord, TenantRecord
 from gateway.snapshot import DEFAULT_COMPLETION, Snapshot, compile_config
 from gateway.types import EmbeddedModel, Endpoint, Limit, Replica, Timeouts
 from tests.unit._model_files import LLAMA, gguf
@@ -24,16 +26,19 @@ FLEET = f"""\
 tenants:
   - name: research
     models: [small, "llama-*"]
-    limits: {{requests: 600/min, tokens: 200000/min, token_budget: 20000000/day, concurrency: 32}}
+    limits: {{requests: [10/s, 600/min], tokens: 200000/min, token_budget: [20000000/day, 900000000/month],
+      concurrency: 32}}
     weight: 2
     priority: 3
     keys:
-      - {{name: ci, sha256: "{DIGEST}", models: [small], limits: {{concurrency: 4}}, expires: 2099-01-01}}
+      - {{name: ci, sha256: "{DIGEST}", models: [small], limits: {{concurrency: 4}}, expires: 2099-01-01,
+         allow_from: [10.0.0.0/8]}}
       - {{name: open, sha256: "{OTHER}", role: admin}}
 models:
   - name: small
     aliases: [chat]
     fallbacks: [other]
+    limits: {{requests: 50/s, token_budget: 1000/day, concurrency: 7}}
     replicas:
       - {{backend: vllm, url: "http://10.0.0.5:8000/base/v1", model: org/Small, api_key: {ENGINE_KEY}, max_inflight: 64,
          weight: 2, context_length: 4096, capabilities: [tools, vision],
@@ -45,7 +50,7 @@ models:
     context_length: 1000
     capabilities: [embeddings]
     replicas:
-      - {{backend: openai_compatible, url: "unix:/run/engine.sock"}}
+      - {{backend: openai_compatible, url: "unix:/run/engine.sock", labels: {{tenant: research, zone: a}}}}
 """
 
 Compile = Callable[..., Snapshot]
@@ -53,10 +58,10 @@ Compile = Callable[..., Snapshot]
 
 @pytest.fixture(name="build")
 def _build(tmp_path: Path) -> Compile:
-    def build(text: str = FLEET, **overrides: object) -> Snapshot:
+    def build(text: str = FLEET, people: People | None = None) -> Snapshot:
         (tmp_path / "gateway.yaml").write_text(text, "utf-8")
-        config = load(tmp_path / "gateway.yaml", kinds=backends.kinds(), environ={}, overrides=overrides)
-        return compile_config(config, backends.load, tmp_path / "sockets", "gateway.yaml")
+        config = load(tmp_path / "gateway.yaml", kinds=backends.kinds(), environ={})
+        return compile_config(config, backends.load, tmp_path / "sockets", "gateway.yaml", people)
 
     return build
 
@@ -82,6 +87,18 @@ def test_a_model_gathers_what_its_replicas_can(build: Compile) -> None:
     assert small.capabilities == ("tools", "vision", "json")  # in the order of the file, the same in every process
     assert other.capabilities == ("embeddings",)
     assert small.fallbacks == ("other",)
+
+
+def test_the_limits_of_a_model_are_its_own(build: Compile) -> None:
+    small, other = build().models.values()
+    assert small.limits is not None and other.limits is None
+    assert small.limits.requests == (("model:small:requests/1", Limit(50, 1, "requests", "model")),)
+    assert small.limits.tokens == (("model:small:budget/day", Limit(1000, 86400, "tokens", "model", "day")),)
+    assert small.limits.concurrency == (("model:small", 7),)
+
+
+def test_a_label_keeps_a_replica_for_its_tenant(build: Compile) -> None:
+    assert [replica.tenant for replica in build().replicas()] == [None, None, "research"]
 
 
 def test_a_replica(build: Compile) -> None:
@@ -175,20 +192,25 @@ def test_an_embedded_engine(build: Compile, tmp_path: Path) -> None:
 # --- callers
 def test_keys_lead_to_principals(build: Compile) -> None:
     snapshot = build()
-    ci = authenticate({b"x-api-key": KEY.encode()}, snapshot.keys, snapshot.anonymous, 0.0)
+    ci = authenticate({b"x-api-key": KEY.encode()}, snapshot.keys, None, 0.0)
     assert (ci.tenant.name, ci.tenant.weight, ci.tenant.priority, ci.key, ci.role) == ("research", 2.0, 3, "ci", "user")
     assert (ci.models, ci.key_models) == (("small", "llama-*"), ("small",))
     assert ci.expires == 4070908800.0
+    assert [str(network) for network in ci.networks] == ["10.0.0.0/8"]
     admin = snapshot.keys[bytes.fromhex(OTHER)]
-    assert (admin.role, admin.key_models, admin.expires) == ("admin", None, None)
+    assert (admin.role, admin.key_models, admin.expires, admin.networks) == ("admin", None, None, ())
 
 
 def test_limits_of_a_key_are_the_tenants_and_its_own(build: Compile) -> None:
     ci, admin = build().keys.values()
-    assert ci.limits.requests == (("tenant:research:requests", Limit(600, 60, "requests", "tenant")),)
+    assert ci.limits.requests == (
+        ("tenant:research:requests/1", Limit(10, 1, "requests", "tenant")),
+        ("tenant:research:requests/60", Limit(600, 60, "requests", "tenant")),
+    )
     assert ci.limits.tokens == (
-        ("tenant:research:tokens", Limit(200_000, 60, "tokens", "tenant")),
-        ("tenant:research:token_budget", Limit(20_000_000, 86400, "tokens", "tenant")),
+        ("tenant:research:tokens/60", Limit(200_000, 60, "tokens", "tenant")),
+        ("tenant:research:budget/day", Limit(20_000_000, 86400, "tokens", "tenant", "day")),
+        ("tenant:research:budget/month", Limit(900_000_000, 86400, "tokens", "tenant", "month")),
     )
     assert ci.limits.concurrency == (("tenant:research", 32), ("key:research/ci", 4))
     assert admin.limits.concurrency == (("tenant:research", 32),)
@@ -212,6 +234,53 @@ def test_counters_of_different_owners_never_meet(build: Compile) -> None:
     assert len(set(places)) == 6
 
 
+# --- others than those of the file
+def stored(**more: Any) -> Changes:
+    key = KeyRecord("key_1", "lab", "laptop", b"\x01" * 32, **more)
+    return Changes(1, [TenantRecord("lab", models=("small",))], [key])
+
+
+def test_people_of_the_database_come_beside_those_of_the_file(build: Compile) -> None:
+    before = build()
+    after = before.with_people(before.people.with_changes(stored()))
+    assert set(after.keys) == {*before.keys, b"\x01" * 32}
+    assert after.keys is after.people.keys
+    assert (after.models, after.names, after.config) == (before.models, before.names, before.config)
+    assert b"\x01" * 32 not in before.keys  # requests that run keep what they began with
+    assert set(after.with_people(after.people.with_changes(stored(revoked_at=1.0))).keys) == set(before.keys)
+
+
+def test_a_reload_keeps_the_people_of_the_database(build: Compile) -> None:
+    people = People().with_changes(stored())
+    snapshot = build(people=people)
+    assert set(snapshot.keys) == {bytes.fromhex(DIGEST), bytes.fromhex(OTHER), b"\x01" * 32}
+    assert snapshot.keys[b"\x01" * 32].key == "key_1"
+    changed = build(FLEET.replace("name: research", "name: lab"), people=snapshot.people)
+    assert changed.keys[b"\x01" * 32].models == ("small", "llama-*")
+
+
+CERTIFICATES = """\
+server: {tls: {cert_file: crt, key_file: crt, client_ca_file: crt}}
+auth:
+  certificates:
+    - {san: "spiffe://cluster/app", tenant: research, role: operator, models: [small]}
+    - {subject: robot, tenant: lab}
+"""
+
+
+def test_certificates_stand_for_members_of_tenants_that_exist(build: Compile, tmp_path: Path) -> None:
+    (tmp_path / "crt").touch()
+    snapshot = build(FLEET + CERTIFICATES)
+    assert set(snapshot.holders) == {"san:spiffe://cluster/app"}
+    holder = snapshot.holders["san:spiffe://cluster/app"]
+    assert (holder.tenant.name, holder.role, holder.key_models) == ("research", "operator", ("small",))
+    assert holder.key == "cert:spiffe://cluster/app"
+    assert holder.limits is snapshot.people.tenants["research"].limits
+    later = snapshot.with_people(snapshot.people.with_changes(stored()))
+    assert set(later.holders) == {"san:spiffe://cluster/app", "subject:robot"}
+    assert later.holders["subject:robot"].models == ("small",)
+
+
 def test_without_required_auth_everybody_is_one_anonymous_user(build: Compile) -> None:
     assert build().anonymous is None
     anonymous = build(FLEET + "auth: {required: false}\n").anonymous
@@ -224,7 +293,7 @@ def test_a_snapshot_cannot_be_changed(build: Compile) -> None:
     snapshot: Any = build()
     with pytest.raises(AttributeError):
         snapshot.max_event = 1
-    for mapping in (snapshot.models, snapshot.names, snapshot.keys):
+    for mapping in (snapshot.models, snapshot.names, snapshot.keys, snapshot.holders):
         with pytest.raises(TypeError):
             mapping["x"] = None
 
@@ -244,17 +313,28 @@ def test_networks_hosts_and_sizes(build: Compile) -> None:
     ("text", "path"),
     [
         ("logging: {content: full}\n", "logging.content"),
-        ("discovery: [{scan: /srv/models}]\n", "discovery"),
         ('server: {cors_origins: ["https://a.example"]}\n', "server.cors_origins"),
-        ("state: {redis: redis://h}\n", "state.redis"),
         ("state: {redis: redis://h}\nserver: {workers: 2}\n", "server.workers"),
-        ("auth: {jwt: [{issuer: x, audience: y, jwks_url: https://id.example/k}]}\n", "auth.jwt"),
     ],
 )
 def test_a_setting_that_has_no_effect_yet_is_refused(build: Compile, text: str, path: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(FLEET + text)
     assert path in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "state: {redis: redis://h}\n",
+        "state: {database: null}\n",
+        "auth: {jwt: [{issuer: x, audience: y, jwks_url: https://id.example/k}]}\n",
+        "server: {tls: {cert_file: crt, key_file: crt, client_ca_file: crt}}\n",
+    ],
+)
+def test_a_setting_that_has_one_is_not(build: Compile, tmp_path: Path, text: str) -> None:
+    (tmp_path / "crt").touch()
+    assert build(FLEET + text).models
 
 
 @pytest.mark.parametrize("policy", ["prefix_affinity", "session_affinity"])

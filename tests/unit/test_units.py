@@ -5,11 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.units import (
+    BudgetRate,
     Rate,
     WrongValue,
+    different_periods,
+    different_windows,
     format_duration,
     format_rate,
     format_size,
+    one_or_more,
+    parse_budget,
     parse_duration,
     parse_rate,
     parse_size,
@@ -126,6 +131,49 @@ def test_a_rate_reads_as_it_is_written() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("20000000/day", BudgetRate(20_000_000, "day")),
+        ("500_000_000 / month", BudgetRate(500_000_000, "month")),
+        ("1/d", BudgetRate(1, "day")),
+        (" 7/Mo ", BudgetRate(7, "month")),
+        (BudgetRate(3, "day"), BudgetRate(3, "day")),
+    ],
+)
+def test_budgets(text: object, budget: BudgetRate) -> None:
+    assert parse_budget(text) == budget
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "600", 600, "/day", "0/day", "5/2day", "5/30d", "-5/day", "5/hour", "5/m", "5/year", "1.5/day", None]
+)
+def test_not_budgets(wrong: object) -> None:
+    with pytest.raises(WrongValue) as caught:
+        parse_budget(wrong)
+    assert "/month" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("given", "items"),
+    [("10/s", ["10/s"]), (["10/s", "600/min"], ["10/s", "600/min"]), (None, []), ([], []), ((), ()), (5, [5])],
+)
+def test_one_value_is_a_list_of_one(given: object, items: object) -> None:
+    assert one_or_more(given) == items
+
+
+def test_every_window_may_be_limited_once() -> None:
+    """Two limits would share one counter, and every request would count twice."""
+    rates = (Rate(10, 1), Rate(600, 60), parse_rate("5/30s"))
+    assert different_windows(rates) is rates
+    for same in ((Rate(10, 60), parse_rate("9/min")), (Rate(1, 86400), parse_rate("9/24hour"))):
+        with pytest.raises(WrongValue):
+            different_windows(same)
+    different_periods((BudgetRate(1, "day"), BudgetRate(1, "month")))
+    with pytest.raises(WrongValue):
+        different_periods((BudgetRate(1, "day"), BudgetRate(2, "day")))
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"), [(90.0, "90s"), (0.25, "250ms"), (7200.0, "2h"), (0.0, "0s"), (1e-5, "0.00001s")]
 )
 def test_durations_are_shown_short(seconds: float, text: str) -> None:
@@ -148,9 +196,14 @@ def test_rates_round_trip(rate: Rate) -> None:
     assert parse_rate(format_rate(rate)) == rate
 
 
+@given(st.builds(BudgetRate, st.integers(1, 10**15), st.sampled_from(["day", "month"])))
+def test_budgets_round_trip(budget: BudgetRate) -> None:
+    assert parse_budget(str(budget)) == budget
+
+
 @given(st.text())
 def test_no_text_breaks_a_parser_or_is_repeated(text: str) -> None:
-    for parse in (parse_duration, parse_size, parse_rate):
+    for parse in (parse_duration, parse_size, parse_rate, parse_budget):
         try:
             parse(text)
         except WrongValue as wrong:

@@ -1,0 +1,112 @@
+"""Routes for the fleet: models, replicas and their state, draining, reloading."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from gateway.admin.access import Operators, answer, note
+from gateway.api import gateway_of
+from gateway.config import ConfigError, ModelConfig
+from gateway.errors import BadRequest, NotFound
+from gateway.fleet import ReplicaState
+from gateway.keybook.views import limits_document, listed
+from gateway.state import Gateway
+from gateway.types import Model
+
+Reload = Callable[[], Awaitable[None]]
+
+router = APIRouter(dependencies=[Operators])
+
+
+@router.get("/models", summary="Every public name, its policy and its replicas")
+async def models(request: Request) -> Response:
+    gateway, now = gateway_of(request), time.monotonic()
+    configured = {entry.name: entry for entry in gateway.snapshot.config.models}
+    found = gateway.snapshot.models.values()
+    return answer(listed([model_entry(model, configured[model.name], gateway, now) for model in found]))
+
+
+@router.get("/replicas", summary="Every replica and what is known of it")
+async def replicas(request: Request) -> Response:
+    now = time.monotonic()
+    return answer(listed([replica_entry(state, now) for state in gateway_of(request).fleet]))
+
+
+@router.post("/replicas/{replica:path}/drain", summary="Send it no new requests; running ones finish")
+async def drain(request: Request, replica: str) -> Response:
+    return await _set_draining(request, replica, True)
+
+
+@router.post("/replicas/{replica:path}/undrain", summary="Send it requests again")
+async def undrain(request: Request, replica: str) -> Response:
+    return await _set_draining(request, replica, False)
+
+
+@router.post("/reload", summary="Read the configuration again: all of it or nothing")
+async def reload(request: Request) -> Response:
+    again: Reload = request.app.state.reload
+    try:
+        await again()
+    except ConfigError as error:
+        # Its words name files and fields of the operator's own configuration, and never values.
+        raise BadRequest(f"Not reloaded, the old configuration stays: {error}", code="invalid_configuration") from None
+    await note(request, "config.reload", "configuration", None, None)
+    return answer({"object": "reload", "result": "success"})
+
+
+async def _set_draining(request: Request, replica: str, draining: bool) -> Response:
+    for state in gateway_of(request).fleet:
+        if state.replica.id == replica:
+            before, state.draining = state.draining, draining
+            action = "replica.drain" if draining else "replica.undrain"
+            await note(request, action, replica, {"draining": before}, {"draining": draining})
+            return answer(replica_entry(state, time.monotonic()))
+    raise NotFound(f"There is no replica '{replica[:120]}'. GET /admin/v1/replicas lists them.", param="replica")
+
+
+def model_entry(model: Model, configured: ModelConfig, gateway: Gateway, now: float) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "aliases": list(model.aliases),
+        "policy": model.policy,
+        "format_preference": list(model.format_preference),
+        "fallbacks": list(model.fallbacks),
+        "limits": limits_document(configured.limits),
+        "queue": configured.queue.model_dump(mode="json"),
+        "max_tokens_default": model.max_tokens_default,
+        "context_length": model.context_length,
+        "capabilities": list(model.capabilities),
+        "replicas": [replica_entry(gateway.fleet.of(replica), now) for replica in model.replicas],
+    }
+
+
+def replica_entry(state: ReplicaState, now: float) -> dict[str, Any]:
+    load = state.load
+    return {
+        "id": state.replica.id,
+        "object": "replica",
+        "model": state.replica.model,
+        "backend": state.replica.backend.kind,
+        "format": state.replica.format,
+        "address": state.replica.endpoint.unix or state.replica.endpoint.authority,
+        "health": state.health,
+        "detail": state.detail or None,
+        "routable": state.routable(now),
+        "draining": state.draining,
+        "inflight": state.inflight,
+        "max_inflight": state.replica.max_inflight,
+        "failures_in_a_row": state.failures,
+        "paused_s": round(max(0.0, state.paused_until - now), 1),
+        "ttft_s": round(state.ttft, 4) if state.ttft is not None else None,
+        "engine": {
+            "running": load.running,
+            "waiting": load.waiting,
+            "kv_used": load.kv_used,
+            "age_s": round(now - state.load_read_at, 1) if state.load_read_at else None,
+        },
+    }

@@ -1,0 +1,1 @@
+"""Commands on tenants, keys, usage and audit. What is slow to import is imported where it is used."""

@@ -1,0 +1,161 @@
+"""Everything that outlives the process: the database, the spool of usage records, and the limits shared over Redis."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+
+from gateway.config import Config
+from gateway.directory import Directory
+from gateway.errors import StoreUnavailable
+from gateway.limits import Limiter
+from gateway.metrics import counter, gauge
+from gateway.records import Actor, Changes
+from gateway.snapshot import Snapshot
+from gateway.spool import UsageSink
+from gateway.store import Store
+from gateway.types import Limit, Limits
+from gateway.windows import period_of
+
+CHANGED = "people"  # the channel that says tenants or keys have changed
+_SQLITE = "sqlite:///"
+
+if TYPE_CHECKING:
+    from gateway.limits_redis import RedisCounters
+
+log = logging.getLogger("sekisho")
+
+
+class Stores:
+    """Opened before the first request and closed after the last. What they are changes with a restart only."""
+
+    def __init__(self, config: Config, folder: Path, on_change: Callable[[Changes, bool], None]) -> None:
+        """`folder`: of the configuration, where the spool is kept if nothing else is said."""
+        state = config.state
+        url = state.database.get_secret_value() if state.database is not None else None
+        self.directory = Directory(url, on_change)
+        self.usage = UsageSink(_spool(config, url, folder), self._store, state.usage_retention) if url else None
+        self.shared: RedisCounters | None = None
+        self.limiter = Limiter()
+        if state.redis is not None:
+            from gateway.limits_redis import RedisCounters  # the package it needs is an optional one
+
+            self.shared = RedisCounters(
+                state.redis.get_secret_value(), config.limits.on_store_failure, self.limiter.clock
+            )
+            self.limiter.shared = self.shared
+        self._seeded: set[str] = set()  # names of budgets
+        self._counting_since: dict[str, float] = {}  # the same -> Unix time from which this process counts them itself
+        self.set_clock()
+
+    async def start(self) -> None:
+        """Raises: StartupError for what the user has to change. A store that is down is waited for later."""
+        if self.shared is not None:
+            await self.shared.start()
+            self.shared.subscribe(CHANGED, lambda _: self.directory.wake())
+        await self.directory.start()
+        if self.usage is not None:
+            self.usage.start()
+
+    async def run(self) -> None:
+        await self.directory.run()
+
+    async def close(self) -> None:
+        if self.usage is not None:
+            await self.usage.close()
+        if self.shared is not None:
+            await self.shared.close()
+        await self.directory.close()
+
+    def adopt(self, config: Config) -> None:
+        """Takes over what a reload may change."""
+        if self.shared is not None:
+            self.shared.set_policy(config.limits.on_store_failure)
+
+    def set_clock(self) -> None:
+        """Called now and then: the machine's clock may be set while budgets run."""
+        self.limiter.clock.offset = time.time() - time.monotonic()
+
+    async def refresh(self) -> None:
+        """After a change made here: it is in force when this returns, and the other gateways are told."""
+        await self.directory.refresh()
+        if self.shared is not None:
+            await self.shared.publish(CHANGED, "changed")
+
+    async def note(self, action: str, actor: Actor) -> None:
+        """An administrative event that came neither over HTTP nor from the command line, into the audit trail."""
+        store = self.directory.store
+        try:
+            if store is not None:
+                await store.append_audit(action, "configuration", actor)
+        except StoreUnavailable:
+            log.warning("not in the audit trail, the database is out of reach: %s by %s", action, actor.name)
+
+    async def seed_budgets(self, snapshot: Snapshot) -> None:
+        """Books what was spent of a calendar budget before this process began to count: a restart gives nothing back.
+
+        Budgets in Redis have their own memory.
+        """
+        now, store = time.time(), self.directory.store
+        new = [pair for pair in _budgets(snapshot) if pair[0] not in self._seeded]
+        for key, _ in new:
+            self._counting_since.setdefault(key, now)
+        if store is None or self.shared is not None or not new:
+            return
+        self._seeded.update(key for key, _ in new)  # before anything is awaited: a budget is seeded once
+        try:
+            wanted = {(limit.period, self._counting_since[key]) for key, limit in new}
+            spent = {one: await store.spent(period_of(one[0], now)[0], one[1]) for one in wanted}
+        except StoreUnavailable:
+            self._seeded.difference_update(key for key, _ in new)
+            log.warning("what was spent of token budgets before the start is not known yet")
+            return
+        for key, limit in new:
+            used = _spent_of(key, spent[limit.period, self._counting_since[key]])
+            self.limiter.seed(key, limit, used, time.monotonic())
+
+    def gauges(self) -> Iterator[Metric]:
+        if self.usage is not None:
+            up = float(self.directory.up)
+            yield gauge("database_up", "Whether the database answered last", (), {(): up})
+            waiting = float(self.usage.waiting)
+            yield gauge("usage_rows_waiting", "Usage records that the database has not taken", (), {(): waiting})
+            dropped = {(): self.usage.dropped}
+            yield counter("usage_rows_dropped", "Usage records that neither disk nor database took", (), dropped)
+        if self.shared is not None:
+            up = float(self.shared.up)
+            yield gauge("limit_store_up", "Whether Redis answers; else limits.on_store_failure applies", (), {(): up})
+            failures = {(): self.shared.failures}
+            yield counter("limit_store_failures", "Times that Redis did not answer in time", (), failures)
+
+    def _store(self) -> Store | None:
+        return self.directory.store
+
+
+def _spool(config: Config, url: str, folder: Path) -> Path:
+    if config.state.spool is not None:
+        return config.state.spool
+    file = url.removeprefix(_SQLITE)
+    return (Path(file).parent if url.startswith(_SQLITE) and file != ":memory:" else folder) / "sekisho-spool"
+
+
+def _budgets(snapshot: Snapshot) -> Iterator[tuple[str, Limit]]:
+    people = snapshot.people
+    everybody: list[Limits] = [policy.limits for policy in people.tenants.values()]
+    everybody += [caller.limits for caller in people.keys.values()]
+    everybody += [model.limits for model in snapshot.models.values() if model.limits is not None]
+    return (pair for limits in dict.fromkeys(everybody) for pair in limits.tokens if pair[1].period)
+
+
+def _spent_of(key: str, spent: list[tuple[str, str, str, int]]) -> int:
+    """Tokens under the counter called `key`, of rows (tenant, key, model, tokens)."""
+    return sum(
+        tokens
+        for tenant, caller, model, tokens in spent
+        if key.startswith((f"tenant:{tenant}:budget/", f"key:{tenant}/{caller}:budget/", f"model:{model}:budget/"))
+    )
