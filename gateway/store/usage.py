@@ -79,7 +79,7 @@ class Usages:
             return [UsageRow._make(row) for row in await connection.execute(which)]
 
     async def spent(self, since: float, until: float) -> list[tuple[str, str, str, int]]:
-        """(tenant, key, model, tokens) of what was used from `since` on and before `until`. Raises: StoreUnavailable."""
+        """(tenant, key, model, tokens) of what was used from `since` on, before `until`. Raises: StoreUnavailable."""
         owner = (table.c.tenant, table.c.key, table.c.model)
         tokens = _SUMS["tokens"]
         period = (table.c.time >= since, table.c.time < until)
