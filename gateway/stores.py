@@ -58,6 +58,8 @@ class Stores:
         if self.shared is not None:
             await self.shared.start()
             self.shared.subscribe(CHANGED, lambda _: self.directory.wake())
+        else:
+            log.info("limits are counted by this process alone; state.redis would share them with others")
         await self.directory.start()
         if self.usage is not None:
             self.usage.start()

@@ -3,7 +3,7 @@
     python -m tests.load.outages [--rate 200] [--phase 6] [--policy local]
 
 Two gateways share one Redis and one PostgreSQL. Requests come at `--rate` a second, spread evenly, and the tenant's
-limit is half of that. Prints for each phase the answers by status, how many were admitted against the limit, and the slowest
+limit is half of that. Prints for each phase the answers by status, how many were admitted in a second, and the slowest
 answer; at the end whether every admitted request has its usage record.
 """
 
