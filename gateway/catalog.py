@@ -133,8 +133,9 @@ def _words(replica: Replica) -> Iterator[str]:
 
 def visible(principal: Principal, models: Mapping[str, Model]) -> Iterator[tuple[str, Model]]:
     """Every name this caller can put into a request, models first by their own name, then their aliases; each once."""
-    for name in models:
-        model = lookup(name, principal, models)
+    for name, whole in models.items():
+        # Not through `lookup`, which would keep every model there is for each of thousands of callers.
+        model = principal.seen.get(name) or _own_view(name, whole, principal)
         if model is not None:
             yield name, model
             for alias in model.aliases:

@@ -1,6 +1,6 @@
 """The database's tenants and keys, followed: what changes there, through whichever gateway, is known here in seconds.
 
-The version of the last change is asked for every `POLL` seconds, which needs nothing but the database. A notice over
+The mark of the last change is asked for every `POLL` seconds, which needs nothing but the database. A notice over
 Redis, where there is one, only makes it sooner. With the database down everything known stays in force.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from gateway.config import StartupError
 from gateway.errors import StoreUnavailable
-from gateway.records import Changes
+from gateway.records import Changes, Mark
 from gateway.store import Store
 
 POLL = 2.0  # seconds: the longest a revoked key works elsewhere is this and one query; also the pause while it is down
@@ -29,7 +29,7 @@ class Directory:
         self._url, self._on_change = url, on_change
         self.store: Store | None = None  # None: no database is configured, or it was not reached yet
         self.up = False
-        self._version = -1  # of the last change that is known here; negative = nothing was read yet
+        self._known: Mark | None = None  # None: nothing was read yet
         self._said = False  # that the database is down
         self._wake = asyncio.Event()
         self._looking = asyncio.Lock()
@@ -84,10 +84,9 @@ class Directory:
         if self.store is None:
             assert self._url is not None
             self.store = await Store.open(self._url)
-        version = await self.store.version()
-        if version == self._version:
+        news = await self.store.news(self._known)
+        if news is None:
             return
-        whole = not 0 <= self._version < version  # the first time, or an older version: a backup was put back
-        changes = await self.store.changes(0 if whole else self._version)
-        self._version = changes.version
-        self._on_change(changes, whole)
+        if news.whole or news.changes.tenants or news.changes.keys:  # else it was a drain or a reload
+            self._on_change(news.changes, news.whole)
+        self._known = news.mark

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from gateway.errors import QuotaExceeded, RateLimited
 from gateway.types import Limit, Limits
@@ -34,7 +35,7 @@ class Place(Protocol):
 class LocalPlace:
     """A `Place` that only this process fills."""
 
-    __slots__ = ("most", "running", "scope")
+    __slots__ = ("__weakref__", "most", "running", "scope")
 
     def __init__(self, scope: str, most: int) -> None:
         self.scope, self.most = scope, most
@@ -68,7 +69,7 @@ class Account:
                 raise _crowded(place)
         for counter in self.requests:
             if not counter.has_room(1, now):
-                raise refusal(counter, 1, now)
+                raise refusal(_hardest(self.requests, 1, now), 1, now)
         for counter in self.requests:
             counter.add(1)
         for place in self.places:
@@ -95,7 +96,7 @@ class Lease:
         counters = self._account.tokens
         for counter in counters:
             if not counter.has_room(tokens, now):
-                raise refusal(counter, tokens, now)
+                raise refusal(_hardest(counters, tokens, now), tokens, now)
         for counter in counters:
             counter.add(tokens)
         self._reserved, self._booked_at = tokens, now
@@ -164,8 +165,11 @@ class Limiter:
     def __init__(self, shared: SharedCounters | None = None) -> None:
         self.clock = WallClock()
         self.shared = shared
-        self._counters: dict[str, Counter] = {}
-        self._places: dict[str, Place] = {}
+        # By name, for as long as an account or a request uses them; those that know something are kept over reloads.
+        self._counters: WeakValueDictionary[str, Counter] = WeakValueDictionary()
+        self._places: WeakValueDictionary[str, Place] = WeakValueDictionary()
+        self._kept: list[Counter | Place] = []
+        self._latest = 0.0  # of the steady clock, when a counter was looked up last
         self._limits: dict[str, tuple[int, Limit]] = {}  # by counter: in which Limits its limit was, and the limit
         self._most: dict[str, tuple[int, int]] = {}  # the same by place
         self._accounts: dict[Limits, Account] = {}
@@ -175,19 +179,19 @@ class Limiter:
 
         Raises: RateLimited. Nothing is spent then.
         """
-        account = self._accounts.get(limits) or self._open(limits)
+        account = self._accounts.get(limits) or self._open(limits, now)
         account.enter(now)
         return Lease(account)
 
     async def cover_request(self, limits: Limits, now: float) -> None:
         """To be awaited before `admit` where counters are shared. Raises: StoreUnavailable."""
-        account = self._accounts.get(limits) or self._open(limits)
+        account = self._accounts.get(limits) or self._open(limits, now)
         if self.shared is not None:
             await self.shared.cover(account.requests, account.places, 1, now)
 
     async def cover_tokens(self, limits: Limits, tokens: int, now: float) -> None:
         """To be awaited before `Lease.reserve` where counters are shared. Raises: StoreUnavailable."""
-        account = self._accounts.get(limits) or self._open(limits)
+        account = self._accounts.get(limits) or self._open(limits, now)
         if self.shared is not None:
             await self.shared.cover(account.tokens, (), tokens, now)
 
@@ -201,8 +205,13 @@ class Limiter:
         return _lines(account.requests, account.tokens, now)
 
     def forget_accounts(self) -> None:
-        """After a reload: limits are looked up again by name, with what was spent under it."""
+        """After a reload: limits are looked up again by name, with what was spent under it. Names under which nothing
+        is spent and nothing runs are forgotten: tenants and keys come and go for as long as the process lives."""
+        counters = [counter for counter in self._counters.values() if self._counts(counter)]
+        self._kept = [*counters, *(place for place in self._places.values() if place.running)]
         self._accounts.clear()
+        self._limits = {name: known for name, known in self._limits.items() if name in self._counters}
+        self._most = {name: known for name, known in self._most.items() if name in self._places}
 
     def running(self, key: str) -> int:
         place = self._places.get(key)
@@ -211,12 +220,18 @@ class Limiter:
     def seed(self, key: str, limit: Limit, used: int, now: float) -> None:
         """Books what an earlier process has spent of a budget. Shared counters know that themselves."""
         if self.shared is None and used > 0:
-            counter = self._counter(key, limit)
+            counter = self._counters.get(key) or self._counter(key, limit)  # `limit` may be older than what is in force
             counter.advance(now)
             counter.add(used)
+            self._kept.append(counter)
+            self._latest = max(now, self._latest)
 
-    def _open(self, limits: Limits) -> Account:
-        made = limits.made
+    def _counts(self, counter: Counter) -> bool:
+        counter.advance(self._latest)
+        return counter.used > 0
+
+    def _open(self, limits: Limits, now: float) -> Account:
+        made, self._latest = limits.made, max(now, self._latest)
         account = self._accounts[limits] = Account(
             [self._place(key, _newest(self._most, key, most, made)) for key, most in limits.concurrency],
             [self._counter(key, _newest(self._limits, key, limit, made)) for key, limit in limits.requests],
@@ -228,7 +243,9 @@ class Limiter:
         scope = key.partition(":")[0]
         if self.shared is not None:
             return self.shared.place(key, scope, most)
-        place = self._places.setdefault(key, LocalPlace(scope, most))
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = LocalPlace(scope, most)
         place.most = most
         return place
 
@@ -257,13 +274,27 @@ def _lines(requests: list[Counter], tokens: list[Counter], now: float) -> bytes:
     lines = b""
     for counters in (requests, tokens):
         if counters:
-            tightest = counters[0] if len(counters) == 1 else min(counters, key=_remaining)
+            tightest = counters[0] if len(counters) == 1 else _tightest(counters, now)
             lines += tightest.headers(now)
     return lines
 
 
+def _tightest(counters: list[Counter], now: float) -> Counter:
+    """The one with the least left; of several that are used up the one that stays so for longest."""
+    tightest = min(counters, key=_remaining)
+    if tightest.remaining():
+        return tightest
+    return max((counter for counter in counters if not counter.remaining()), key=lambda one: one.reset(now))
+
+
 def _remaining(counter: Counter) -> int:
     return counter.remaining()
+
+
+def _hardest(counters: list[Counter], cost: int, now: float) -> Counter:
+    """Of the limits that are in the way the one to name: whoever waits as it says is not refused by another then."""
+    full = [counter for counter in counters if not counter.has_room(cost, now)]
+    return max(full, key=lambda one: (cost > one.limit.count, one.wait(cost, now)))
 
 
 _PERIODS = {1: "second", 60: "minute", 3600: "hour", 86400: "day"}

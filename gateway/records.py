@@ -57,6 +57,22 @@ class Changes(NamedTuple):
     keys: Sequence[KeyRecord]
 
 
+class Mark(NamedTuple):
+    """Up to where somebody knows a database."""
+
+    version: int  # of the last change to tenants or keys
+    entries: int  # of the audit trail, which tells two histories with equal versions apart
+    head: str  # hash of the last of them
+
+
+class News(NamedTuple):
+    """What a database holds beyond a mark."""
+
+    mark: Mark
+    changes: Changes
+    whole: bool  # they are all that lives: what was known before counts no more
+
+
 @dataclass(frozen=True, slots=True)
 class Actor:
     """Who makes an administrative change."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import structlog
 from prometheus_client.core import Metric
 
 from gateway.config import Config
@@ -15,7 +18,7 @@ from gateway.directory import Directory
 from gateway.errors import StoreUnavailable
 from gateway.limits import Limiter
 from gateway.metrics import counter, gauge
-from gateway.records import Actor, Changes
+from gateway.records import JSON, Actor, Changes
 from gateway.snapshot import Snapshot
 from gateway.spool import UsageSink
 from gateway.store import Store
@@ -23,12 +26,15 @@ from gateway.types import Limit, Limits
 from gateway.windows import period_of
 
 CHANGED = "people"  # the channel that says tenants or keys have changed
+PATIENCE = 5.0  # seconds that an audit entry may take after what it is about has happened
+SPOOL_PATIENCE = 40.0  # seconds that budgets wait for what a killed process has left: longer than its retries pause
 _SQLITE = "sqlite:///"
 
 if TYPE_CHECKING:
     from gateway.limits_redis import RedisCounters
 
 log = logging.getLogger("sekisho")
+audit_log = structlog.get_logger("sekisho.audit")
 
 
 class Stores:
@@ -89,14 +95,24 @@ class Stores:
         if self.shared is not None:
             await self.shared.publish(CHANGED, "changed")
 
-    async def note(self, action: str, actor: Actor) -> None:
-        """An administrative event that came neither over HTTP nor from the command line, into the audit trail."""
+    async def note(
+        self,
+        action: str,
+        actor: Actor,
+        target: str = "configuration",
+        before: JSON | None = None,
+        after: JSON | None = None,
+    ) -> None:
+        """An audit entry for what has happened and is no change of the database. Without one the log keeps it."""
         store = self.directory.store
         try:
-            if store is not None:
-                await store.append_audit(action, "configuration", actor)
-        except StoreUnavailable:
-            log.warning("not in the audit trail, the database is out of reach: %s by %s", action, actor.name)
+            if store is None:
+                raise StoreUnavailable("There is no database.")
+            async with asyncio.timeout(PATIENCE):
+                await store.append_audit(action, target, actor, before, after)
+        except (StoreUnavailable, TimeoutError):
+            entry = {"action": action, "target": target, "actor": actor.name, "address": actor.address}
+            audit_log.warning("audit", **entry, before=before, after=after)
 
     async def seed_budgets(self, snapshot: Snapshot) -> None:
         """Books what was spent of a calendar budget before this process began to count: a restart gives nothing back.
@@ -110,16 +126,18 @@ class Stores:
         if store is None or self.shared is not None or not new:
             return
         self._seeded.update(key for key, _ in new)  # before anything is awaited: a budget is seeded once
+        if self.usage is not None:
+            await self.usage.caught_up(SPOOL_PATIENCE)
         try:
             wanted = {(limit.period, self._counting_since[key]) for key, limit in new}
-            spent = {one: await store.spent(period_of(one[0], now)[0], one[1]) for one in wanted}
+            spent = {one: _by_owner(await store.spent(period_of(one[0], now)[0], one[1])) for one in wanted}
         except StoreUnavailable:
             self._seeded.difference_update(key for key, _ in new)
             log.warning("what was spent of token budgets before the start is not known yet")
             return
         for key, limit in new:
-            used = _spent_of(key, spent[limit.period, self._counting_since[key]])
-            self.limiter.seed(key, limit, used, time.monotonic())
+            owner = key.rpartition(":budget/")[0]
+            self.limiter.seed(key, limit, spent[limit.period, self._counting_since[key]][owner], time.monotonic())
 
     def gauges(self) -> Iterator[Metric]:
         if self.usage is not None:
@@ -127,6 +145,8 @@ class Stores:
             yield gauge("database_up", "Whether the database answered last", (), {(): up})
             waiting = float(self.usage.waiting)
             yield gauge("usage_rows_waiting", "Usage records that the database has not taken", (), {(): waiting})
+            failing = float(self.usage.failing)
+            yield gauge("usage_failing", "Whether disk or database do not take usage records", (), {(): failing})
             dropped = {(): self.usage.dropped}
             yield counter("usage_rows_dropped", "Usage records that neither disk nor database took", (), dropped)
         if self.shared is not None:
@@ -154,10 +174,10 @@ def _budgets(snapshot: Snapshot) -> Iterator[tuple[str, Limit]]:
     return (pair for limits in dict.fromkeys(everybody) for pair in limits.tokens if pair[1].period)
 
 
-def _spent_of(key: str, spent: list[tuple[str, str, str, int]]) -> int:
-    """Tokens under the counter called `key`, of rows (tenant, key, model, tokens)."""
-    return sum(
-        tokens
-        for tenant, caller, model, tokens in spent
-        if key.startswith((f"tenant:{tenant}:budget/", f"key:{tenant}/{caller}:budget/", f"model:{model}:budget/"))
-    )
+def _by_owner(spent: Iterable[tuple[str, str, str, int]]) -> Counter[str]:
+    """Tokens by the owner of counters that they are booked under, of rows (tenant, key, model, tokens)."""
+    found: Counter[str] = Counter()
+    for tenant, caller, model, tokens in spent:
+        for owner in (f"tenant:{tenant}", f"key:{tenant}/{caller}", f"model:{model}"):
+            found[owner] += tokens
+    return found

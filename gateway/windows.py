@@ -34,6 +34,7 @@ class Counter(Protocol):
     def correct(self, booked_at: float, difference: int, now: float) -> None: ...
     def remaining(self) -> int: ...
     def wait(self, cost: int, now: float) -> float: ...
+    def reset(self, now: float) -> float: ...
     def headers(self, now: float) -> bytes: ...
 
 
@@ -50,7 +51,7 @@ class WallClock:
 class Window:
     """What was spent of one limit in the last `limit.seconds`."""
 
-    __slots__ = ("_head", "_limit", "_newest", "_slices", "_width", "last", "used")
+    __slots__ = ("__weakref__", "_head", "_limit", "_newest", "_slices", "_width", "last", "used")
 
     def __init__(self, limit: Limit) -> None:
         self._width = limit.seconds / SLICES
@@ -129,7 +130,7 @@ class Window:
 class Budget:
     """What was spent of one limit since the UTC day or month began."""
 
-    __slots__ = ("_begins", "_clock", "_ends", "_head", "_latest", "_limit", "_since", "used")
+    __slots__ = ("__weakref__", "_begins", "_clock", "_ends", "_head", "_latest", "_limit", "_since", "used")
 
     def __init__(self, limit: Limit, clock: WallClock) -> None:
         self._clock = clock

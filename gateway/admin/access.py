@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
-import structlog
 from fastapi import Depends, Request, Response
 from starlette.requests import ClientDisconnect
 
@@ -30,10 +29,8 @@ from gateway.records import JSON, Actor
 from gateway.store import Store
 
 LARGEST_BODY = 256 << 10  # bytes
-PATIENCE = 5.0  # seconds that an audit entry may take after what it is about has happened
 
 log = logging.getLogger("sekisho.admin")
-audit_log = structlog.get_logger("sekisho.audit")
 
 
 # --- who may
@@ -91,11 +88,11 @@ async def _read(request: Request) -> bytes:
 def query_of(request: Request) -> dict[str, str]:
     """Raises: BadRequest for a parameter that is given twice."""
     pairs = request.query_params.multi_items()
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
-        raise BadRequest("A parameter is given twice.", param=shown_name(twice), code="invalid_value")
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        if name in found:
+            raise BadRequest("A parameter is given twice.", param=shown_name(name), code="invalid_value")
+        found[name] = value
     return found
 
 
@@ -126,14 +123,8 @@ async def take_effect(request: Request) -> None:
 
 
 async def note(request: Request, action: str, target: str, before: JSON | None, after: JSON | None) -> None:
-    """An audit entry for what has happened and is no change of the database. Without one the log keeps it."""
-    actor = actor_of(request)
-    try:
-        async with asyncio.timeout(PATIENCE):
-            await store_of(request).append_audit(action, target, actor, before, after)
-    except (StoreUnavailable, TimeoutError):
-        entry = {"action": action, "target": target, "actor": actor.name, "address": actor.address}
-        audit_log.warning("audit", **entry, before=before, after=after)
+    """Puts what has happened, and is no change of the database, into the audit trail or else into the log."""
+    await request.app.state.stores.note(action, actor_of(request), target, before, after)
 
 
 # --- how it is answered

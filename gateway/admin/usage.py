@@ -32,22 +32,21 @@ async def usage(request: Request) -> Response:
     principal = principal_of(request)
     form = read(UsageForm, query_of(request))
     if principal.role == "user":
-        form = _own(form, principal)
-    report = await keybook_of(request).usage(form)
-    if principal.role == "user":
-        report = report.without("replica")  # what the fleet looks like is not for callers
+        report = await keybook_of(request).own_usage(form, _own(form, principal))
+    else:
+        report = await keybook_of(request).usage(form)
     if form.format == "csv":
         headers = {"x-sekisho-next": report.next} if report.next else {}
         return Response(await asyncio.to_thread(report.csv), headers=headers, media_type=_CSV)
     return Response(await asyncio.to_thread(_json, report), media_type="application/json")
 
 
-def _own(form: UsageForm, principal: Principal) -> UsageForm:
-    """Raises: Forbidden for another tenant's usage."""
+def _own(form: UsageForm, principal: Principal) -> str:
+    """The caller's tenant. Raises: Forbidden when another tenant's usage is asked for."""
     own = principal.tenant.name
     if form.where.get("tenant", own) != own:
         raise Forbidden("A key with the user role sees the usage of its own tenant only.")
-    return form.model_copy(update={"tenant": own})
+    return own
 
 
 def _json(report: Report) -> bytes:

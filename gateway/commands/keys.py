@@ -1,6 +1,7 @@
 """`sekisho keys`: make, list, show, change, rotate and revoke API keys."""
 
 import re
+import secrets
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,10 +96,10 @@ def _print_line(body: dict[str, Any]) -> None:
     from gateway.units import WrongValue
 
     key = new_key()
-    stored = digest(key)
     fields = {"expires" if field == "expires_at" else field: value for field, value in body.items()}
     tenant = fields.pop("tenant", None)
-    entry = {"name": fields.pop("name", f"key-{stored[:8]}"), "sha256": stored, **fields}
+    name = fields.pop("name", f"key-{secrets.token_hex(4)}")  # not of the digest: names are in logs and usage
+    entry = {"name": name, "sha256": digest(key), **fields}
     try:
         if tenant is not None:
             tenant_name(tenant)

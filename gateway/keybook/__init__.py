@@ -151,6 +151,14 @@ class Keybook:
     async def usage(self, form: UsageForm) -> Report:
         return await report(self._store, form, time.time())
 
+    async def own_usage(self, form: UsageForm, tenant: str) -> Report:
+        """What a tenant may know: its own usage, but for what another of that name used before it was made, and without
+        the replica: what the fleet looks like is not for tenants."""
+        stored = None if tenant in self._people.file_tenants else self._people.stored_tenants.get(tenant)
+        begin = stored.created_at or 0.0 if stored is not None else 0.0
+        found = await report(self._store, form.model_copy(update={"tenant": tenant}), time.time(), begin)
+        return await asyncio.to_thread(found.without, "replica")
+
     async def audit(self, query: object) -> JSON:
         """Entries in order of their numbers; `next` is the `after` that continues the list, null at its end."""
         form = read(AuditQuery, query)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import re
@@ -55,21 +56,21 @@ def _cell(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
-async def report(store: Store, form: UsageForm, now: float) -> Report:
-    """Raises: BadRequest, StoreUnavailable."""
+async def report(store: Store, form: UsageForm, now: float, begin: float = 0.0) -> Report:
+    """What was used from `begin` on, which is all that this caller may know. Raises: BadRequest, StoreUnavailable."""
     query = _query(form, now)
+    query = replace(query, since=min(max(query.since, begin), query.until))
     if not form.rows:
         columns = (*form.group_by, *SUMS)
         sums = await store.usage(query)
         return Report(query.since, query.until, columns, [{name: line[name] for name in columns} for line in sums])
     rows = await store.usage_rows(query, limit=form.limit, after=_position(form.after))
     more = f"{rows[-1].time!r}:{rows[-1].id}" if len(rows) == form.limit else None
-    return Report(query.since, query.until, UsageRow._fields, list(_lines(rows)), more)
+    return Report(query.since, query.until, UsageRow._fields, await asyncio.to_thread(_lines, rows), more)
 
 
-def _lines(rows: Iterable[UsageRow]) -> Iterable[Mapping[str, object]]:
-    for row in rows:
-        yield {**row._asdict(), "time": iso(row.time, "milliseconds")}
+def _lines(rows: Iterable[UsageRow]) -> list[Mapping[str, object]]:
+    return [{**row._asdict(), "time": iso(row.time, "milliseconds")} for row in rows]
 
 
 def _query(form: UsageForm, now: float) -> UsageQuery:

@@ -1,7 +1,7 @@
 """A window or budget whose truth is in Redis. This process spends an allowance that it has drawn beforehand.
 
-A draw books the whole grant in Redis's current slice, so it may be spent until that slice ends, and for two seconds at
-most; then the rest is given back. The arithmetic is in window.lua.
+A draw books the whole grant in Redis's current slice, so it may be spent until that slice ends, and for half a second
+at most; then the rest is given back. The arithmetic is in window.lua.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from gateway.limits_redis.terms import MARGIN, Call, Condition, Desk, Reply, Scr
 from gateway.types import Limit
 from gateway.windows import WallClock, duration, header_template
 
-HOLD = 2.0  # seconds for which a draw is kept at most
+HOLD = 0.5  # seconds for which a draw is kept at most: for as long others may miss what is not spent of it
 REFUSED_FOR = 0.1  # seconds for which a refusal is repeated without asking again
+_AMPLE = 1.5  # times what is likely to be spent meanwhile: the rest goes back with the next draw
+_NOTHING = (0, 0.0, 0.0)
 _SCRIPT = Script("window.lua")
 
 
@@ -25,9 +27,9 @@ class SharedCounter:
     """A `windows.Counter`, and a `terms.Party`."""
 
     __slots__ = (
-        "__weakref__", "_condition", "_demand", "_desk", "_drawn", "_head", "_known", "_ledger", "_left", "_limit",
-        "_now", "_queue", "_refused", "_sent", "_settles", "_slice", "_span", "_spare", "_used_at", "_wait_until",
-        "allowance", "expires", "mirror",
+        "__weakref__", "_condition", "_demand", "_desk", "_drawn", "_head", "_held", "_known", "_largest", "_ledger",
+        "_left", "_limit", "_now", "_queue", "_refused", "_sent", "_settles", "_slice", "_span", "_spare", "_used_at",
+        "_wait_until", "allowance", "expires", "mirror",
     )  # fmt: skip
 
     def __init__(self, name: str, limit: Limit, desk: Desk, condition: Condition, clock: WallClock) -> None:
@@ -40,12 +42,14 @@ class SharedCounter:
         self.expires = 0.0  # of the steady clock: not any more from then on
         self._slice = 0  # Redis's number of the slice in which the allowance is booked
         self._spare = 0  # what may be kept of a refund, in view of what was left
+        self._largest = 0  # cost in the last draw
         self._left = limit.count  # in Redis, after the last call
         self._drawn = 0.0  # until when the last grant counts
         self._known = False  # Redis has booked for this process
         self._queue: list[Ticket] = []
+        self._held: set[Ticket] = set()  # granted and not claimed
         self._sent: Sent | None = None
-        self._refused = (0, 0.0)  # a cost, and until when it need not be tried again
+        self._refused = _NOTHING  # a cost, until when it need not be tried again, and when it fits
         self._now = self._wait_until = self._used_at = 0.0
         self.limit = limit
 
@@ -58,7 +62,7 @@ class SharedCounter:
     def limit(self, limit: Limit) -> None:
         self._limit = self.mirror.limit = limit
         self._head = header_template(limit)
-        self._refused = (0, 0.0)
+        self._refused = _NOTHING
         self._give_back()  # it was drawn under the old limit
 
     @property
@@ -96,7 +100,7 @@ class SharedCounter:
         elif difference:
             self._owe(booked, difference)
         if difference < 0:
-            self._refused = (0, 0.0)
+            self._refused = _NOTHING
 
     def remaining(self) -> int:
         if self._condition.up:
@@ -104,9 +108,7 @@ class SharedCounter:
         return max(0, self._condition.share(self._limit.count) - self.mirror.used)
 
     def wait(self, cost: int, now: float) -> float:
-        """Seconds until `cost` fits, as Redis said when it was last refused."""
-        if self._limit.period:
-            return self.reset(now)
+        """Seconds until `cost` fits, as Redis said when it was refused just now; 0 when it was not."""
         if self._condition.up:
             return max(0.0, self._wait_until - now)
         self.mirror.limit = replace(self._limit, count=self._condition.share(self._limit.count))
@@ -131,31 +133,41 @@ class SharedCounter:
         return condition.on_failure == "allow"
 
     # --- what `cover` does
-    def covers(self, cost: int, moment: float) -> bool:
+    def ask(self, cost: int, moment: float) -> Ticket:
+        """Holds room, or waits for it."""
+        ticket = Ticket(cost)
         if moment >= self.expires:
             self._give_back()
-        return self.allowance >= cost and moment < self.expires
-
-    def ask(self, cost: int, moment: float) -> Ticket | None:
-        """Waits for room. None when it is known that there is none."""
-        if cost > self._limit.count or (cost == self._refused[0] and moment < self._refused[1]):
-            return None
-        ticket = Ticket(cost)
-        self._queue.append(ticket)
-        self._desk.kick(self)
+        if self.allowance >= cost and moment < self.expires:
+            self.allowance -= cost
+            self._grant(ticket)
+        elif cost > self._limit.count or not self._condition.up:
+            ticket.refuse()
+        elif cost == self._refused[0] and moment < self._refused[1]:
+            ticket.refuse(self._refused[2] - moment)
+        else:
+            self._queue.append(ticket)
+            self._desk.kick(self)
         return ticket
 
+    def holds(self, ticket: Ticket, moment: float) -> bool:
+        return ticket.granted and ticket.slice == self._slice and moment < self.expires
+
     def claim(self, ticket: Ticket, moment: float) -> None:
-        """Takes what a ticket was granted into the allowance, or makes sure that a late grant goes there."""
+        """Takes what a ticket holds into the allowance, to be spent or given back next."""
         ticket.abandoned = True
-        if ticket.wait:
-            self._wait_until = moment + ticket.wait
+        self._wait_until = moment + ticket.wait if ticket.wait else 0.0
         if ticket.granted:
-            ticket.granted = False
-            if ticket.slice == self._slice and moment < self.expires:
+            self._held.discard(ticket)
+            if self.holds(ticket, moment):
                 self.allowance += ticket.cost
             else:
                 self._owe(ticket.slice, -ticket.cost)
+            ticket.granted = False
+
+    def _grant(self, ticket: Ticket) -> None:
+        self._held.add(ticket)
+        ticket.grant(self._slice)
 
     # --- what the desk does (terms.Party)
     def prepare(self, moment: float) -> Call | None:
@@ -185,14 +197,15 @@ class SharedCounter:
             self._known = True
             self._take(sent, step, moment)
         else:  # of a budget's period that is over
-            _answer_all(sent.tickets)
+            for ticket in sent.tickets:
+                ticket.try_again()
         if self._queue:
             self._desk.kick(self)
 
     def fail(self) -> None:
-        if self._sent is not None:
-            self._queue.extend(self._sent.tickets)
-        _answer_all(self._queue)
+        for ticket in (*self._queue, *(self._sent.tickets if self._sent is not None else ())):
+            ticket.abandoned = True  # a late grant is not theirs
+            ticket.refuse()
         self._queue.clear()
 
     def tick(self, moment: float) -> bool:
@@ -212,12 +225,12 @@ class SharedCounter:
     def is_idle(self, moment: float) -> bool:
         """True when forgetting it would forget nothing."""
         self.mirror.advance(moment)
-        holds = self.allowance or self._queue or self._sent is not None or not self._ledger.is_empty
+        holds = self.allowance or self._held or self._queue or self._sent is not None or not self._ledger.is_empty
         return not holds and self.mirror.used == 0 and moment - self._used_at > max(self._span.seconds, HOLD)
 
     def _turn(self, moment: float) -> None:
         if self._span.turn(moment):
-            self.allowance, self._known, self._refused = 0, False, (0, 0.0)
+            self.allowance, self._known, self._refused = 0, False, _NOTHING
             self._ledger.turn()
 
     def _arguments(
@@ -226,10 +239,10 @@ class SharedCounter:
         span = self._span
         self.mirror.advance(moment)
         must_be_known = self._known and (self.mirror.used != 0 or len(corrections) > 0)
-        wish = int(self._demand.measure(moment) * HOLD) if tickets else 0
+        wish = int(self._demand.measure(moment) * HOLD * _AMPLE) if tickets else 0
         return (
             self._desk.process, self._desk.number(), self._limit.count, span.seconds, span.period, span.life(moment),
-            self._condition.divisor, wish, int(HOLD * 1e6), int(must_be_known), len(corrections),
+            self._condition.divisor, wish, int(must_be_known), len(corrections),
             *(number for pair in corrections for number in pair),
             *(ticket.cost for ticket in tickets),
         )  # fmt: skip
@@ -241,7 +254,9 @@ class SharedCounter:
         expires = min(sent.moment + min(left, HOLD), self._span.ends) - MARGIN
         in_time = moment < expires
         self._left = self._limit.count - used
-        self._spare = max(0, self._left // (self._condition.divisor // 2))
+        divisor = self._condition.divisor
+        self._largest = max((ticket.cost for ticket in sent.tickets), default=self._largest)
+        self._spare = self._left // (divisor // 2) if self._left >= divisor * self._largest else 0
         if granted:
             if self.allowance and (slice != self._slice or not in_time):  # refunds since the call was sent
                 self._give_back()
@@ -249,10 +264,13 @@ class SharedCounter:
             self._drawn = sent.moment + left + self._span.seconds
         for ticket, wait in zip(sent.tickets, waits, strict=False):
             if wait:
-                self._refused = (ticket.cost, moment + min(REFUSED_FOR, wait / 1e6))
+                ticket.refuse(wait / 1e6 if self._span.seconds else self.reset(moment))
+                self._refused = (ticket.cost, moment + min(REFUSED_FOR, ticket.wait), moment + ticket.wait)
             elif in_time and not ticket.abandoned:
                 granted -= ticket.cost
-            ticket.answer(wait / 1e6 if wait else 0 if in_time else None, slice)
+                self._grant(ticket)
+            else:
+                ticket.try_again()
         if in_time:
             self.allowance += granted
             self._desk.watch(self)
@@ -261,6 +279,9 @@ class SharedCounter:
 
     def _start_over(self, sent: Sent, moment: float) -> None:
         self._known, self.allowance, self.expires = False, 0, 0.0
+        for ticket in self._held:
+            ticket.granted = False
+        self._held.clear()
         self._ledger.start_over(moment)
         self._queue[:0] = sent.tickets
         self._desk.kick(self)
@@ -282,10 +303,3 @@ class SharedCounter:
         keep = min(max(self.allowance, 0), self._spare // 2)
         excess, self.allowance = self.allowance - keep, keep
         self._owe(self._slice, -excess)
-
-
-def _answer_all(tickets: Sequence[Ticket]) -> None:
-    """Nothing was learned, and a late grant is not theirs."""
-    for ticket in tickets:
-        ticket.abandoned = True
-        ticket.answer(None)

@@ -12,10 +12,10 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from gateway.limits_redis.link import Link
-from gateway.limits_redis.terms import LEASE, Call, Condition, Party, Reply, Script, end
+from gateway.limits_redis.terms import LEASE, Call, Condition, Member, Party, Reply, Script, end
 
 # An answer is late after five looks, 10 ms apart. Were it a single moment 50 ms away, a pause of this process itself
 # would look like one of Redis: the answer is there, and nobody has had the time to read it.
@@ -99,15 +99,17 @@ class Courier:
             self._complain()
         self._tasks = [asyncio.create_task(self._deliver()), asyncio.create_task(self._tick())]
 
-    async def close(self) -> None:
-        """Hands in what is left, as far as Redis takes it within two seconds."""
+    async def close(self, members: Collection[Member]) -> None:
+        """Gives back all that members hold, as far as Redis takes it within two seconds."""
         await end(self._tasks)
         self._unanswered.update(dict.fromkeys(self._under_way))
         self._under_way = []
         self.registry.leaves = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2):
-                for _ in range(3):  # what a first answer tells may have to be given back as well
+                for _ in range(3):  # what an answer grants that was still due has to be given back as well
+                    for member in members:
+                        member.retire()
                     if not await self._hand_in({**self._unanswered, **self._due, self.registry: None}):
                         break
         self._condition.up = False
@@ -135,15 +137,6 @@ class Courier:
     # --- the two tasks
     async def _deliver(self) -> None:
         while True:
-            try:
-                await self._serve()
-            except Exception:
-                log.exception("limits are not shared because of a fault in the gateway")
-                self._unanswered.update(dict.fromkeys(self._under_way))
-                self._give_up("a fault in the gateway")
-
-    async def _serve(self) -> None:
-        while True:
             if not self._condition.up:
                 await asyncio.sleep(self._pause)
                 await self._probe()
@@ -159,7 +152,10 @@ class Courier:
             await asyncio.sleep(_TICK)
             moment = time.monotonic()
             for party in list(self._watched):
-                if not party.tick(moment):
+                is_busy = False
+                with _faults_of(party):
+                    is_busy = party.tick(moment)
+                if not is_busy:
                     self._watched.discard(party)
             if self.registry.is_due(moment):
                 self.kick(self.registry)
@@ -181,8 +177,12 @@ class Courier:
         for party in self._under_way:
             self._due.pop(party, None)
             self._unanswered.pop(party, None)
-        moment, trouble = time.monotonic(), None
-        batch = [(party, call) for party in self._under_way if (call := party.prepare(moment)) is not None]
+        batch, moment, trouble = [], time.monotonic(), None
+        for party in self._under_way:
+            with _faults_of(party):
+                call = party.prepare(moment)
+                if call is not None:
+                    batch.append((party, call))
         replies = await self._ask([call for _, call in batch]) if batch else []
         moment = time.monotonic()
         for (party, _), reply in zip(batch, replies, strict=True):
@@ -190,7 +190,8 @@ class Courier:
                 trouble = reply
                 self._unanswered[party] = None
             else:
-                party.accept(reply, moment)
+                with _faults_of(party):
+                    party.accept(reply, moment)
         if trouble is None:
             self._under_way = []
         else:
@@ -215,6 +216,16 @@ class Courier:
             return await self._link.run(calls)
         finally:
             timer.cancel()
+
+
+@contextlib.contextmanager
+def _faults_of(party: Party) -> Iterator[None]:
+    """A fault of ours costs those who wait for this party, and nobody else."""
+    try:
+        yield
+    except Exception:
+        log.exception("a limit is not shared because of a fault in the gateway")
+        party.fail()
 
 
 def _name(trouble: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.limits_redis.spans import BudgetSpan, WindowSpan
+from gateway.limits_redis.spans import Span
 from gateway.windows import SLICES
 
 _DEMAND = 0.25  # seconds over which demand is measured
@@ -11,7 +11,7 @@ _DEMAND = 0.25  # seconds over which demand is measured
 class Ledger:
     __slots__ = ("_alone", "_bookings", "_owed", "_span")
 
-    def __init__(self, span: WindowSpan | BudgetSpan) -> None:
+    def __init__(self, span: Span) -> None:
         self._span = span
         self._owed: dict[int, int] = {}  # Redis's slice -> difference
         self._alone: dict[int, int] = {}  # piece of the span -> spent without Redis

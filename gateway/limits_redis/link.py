@@ -54,9 +54,9 @@ class Link:
         self._cluster: RedisCluster | None = None
         self._map_is_old = False  # of which node holds what
         self._knows_kind = False
-        from redis.exceptions import ConnectionError, NoScriptError, RedisError
+        from redis.exceptions import ConnectionError, NoScriptError
 
-        self._lost, self._no_script, self._troubles = ConnectionError, NoScriptError, (RedisError, OSError)
+        self._lost, self._no_script = ConnectionError, NoScriptError
 
     async def run(self, calls: Sequence[Call]) -> list[Reply | Exception]:
         """Runs each call. In place of a reply stands what went wrong; whether Redis has run it is then unknown."""
@@ -85,7 +85,7 @@ class Link:
                 else:
                     pipe.execute_command("EVAL", script.text, 1, key, *args)
             replies: list[Reply | Exception] = await pipe.execute(raise_on_error=False)
-        except self._troubles as error:
+        except Exception as error:  # of whatever kind, nobody may be left waiting
             replies = [error] * len(calls)
         failed = [reply for reply in replies if isinstance(reply, Exception) and not isinstance(reply, self._no_script)]
         self._map_is_old = self._map_is_old or bool(failed)

@@ -65,6 +65,8 @@ class SharedPlace:
         self.free -= 1
         if self.free < self._idle:
             self._idle = self.free
+        if self.free < 0:  # without Redis, which has to hear of it
+            self._desk.watch(self)
 
     def leave(self) -> None:
         self.running -= 1
@@ -79,33 +81,41 @@ class SharedPlace:
         return condition.on_failure == "allow"
 
     # --- what `cover` does
-    def covers(self, cost: int, moment: float) -> bool:
-        if moment >= self.expires:
-            self.free = min(self.free, 0)
-        return self.free > 0 and moment < self.expires
-
-    def ask(self, cost: int, moment: float) -> Ticket | None:
-        """Waits for a slot. None when it is known that there is none."""
-        if moment < self._refused_until:
-            return None
+    def ask(self, cost: int, moment: float) -> Ticket:
+        """Holds a free slot, or waits for one."""
         ticket = Ticket(1)
-        self._queue.append(ticket)
-        self._desk.kick(self)
-        self._desk.watch(self)
+        self._lapse(moment)
+        if self.free > 0:
+            self.free -= 1
+            self._promised += 1
+            ticket.grant()
+        elif moment < self._refused_until or not self._condition.up:
+            ticket.refuse()
+        else:
+            self._queue.append(ticket)
+            self._desk.kick(self)
+            self._desk.watch(self)
         return ticket
 
+    def holds(self, ticket: Ticket, moment: float) -> bool:
+        return ticket.granted and moment < self.expires
+
     def claim(self, ticket: Ticket, moment: float) -> None:
+        """Makes what a ticket holds a free slot again, which is taken or given back next."""
         ticket.abandoned = True
         if ticket.granted:
             ticket.granted = False
             self._promised -= 1
             self.free += 1
 
+    def _lapse(self, moment: float) -> None:
+        if moment >= self.expires:
+            self.free = min(self.free, 0)
+
     # --- what the desk does (terms.Party)
     def prepare(self, moment: float) -> Call | None:
         tickets = live_tickets(self._queue)
-        if moment >= self.expires:
-            self.free = min(self.free, 0)
+        self._lapse(moment)
         kept = max(0, min(self.free, self._spare))
         base = self.running + self._promised + kept
         is_due = self._restate or (base > 0 and moment - self._renewed >= LEASE / 3)
@@ -129,13 +139,14 @@ class SharedPlace:
         self._sent, self._restate, self.used_at = None, False, moment
         mine, others = cast("list[int]", reply)
         granted = mine - self._base
-        for ticket in sent.tickets:
-            if granted > 0 and not ticket.abandoned:
-                granted -= 1
-                self._promised += 1
-                ticket.answer(0)
-            else:
-                ticket.answer(1)
+        waiting = [ticket for ticket in sent.tickets if not ticket.abandoned]
+        for ticket in waiting[: max(0, granted)]:
+            granted -= 1
+            self._promised += 1
+            ticket.grant()
+        for ticket in waiting:
+            if not ticket.granted:
+                ticket.refuse()
                 self._refused_until = moment + REFUSED_FOR
         self.free += max(0, granted)
         self._spare = max(0, self.most - others - mine) // self._condition.divisor
@@ -151,13 +162,12 @@ class SharedPlace:
             self._queue.extend(self._sent.tickets)
         for ticket in self._queue:
             ticket.abandoned = True
-            ticket.answer(None)
+            ticket.refuse()
         self._queue.clear()
 
     def tick(self, moment: float) -> bool:
         """Gives back slots that nobody has used since the last tick, and renews the others when it is time."""
-        if moment >= self.expires:
-            self.free = min(self.free, 0)
+        self._lapse(moment)
         if self._idle > 0:
             self._spare = max(0, self.free - self._idle)
         self._idle = self.free

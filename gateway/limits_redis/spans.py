@@ -112,5 +112,5 @@ class BudgetSpan:
         return {self.period: self.mirror.used} if self.mirror.used else {}
 
 
-def span_of(name: str, limit: Limit, clock: WallClock) -> WindowSpan | BudgetSpan:
+def span_of(name: str, limit: Limit, clock: WallClock) -> Span:
     return BudgetSpan(name, limit, clock) if limit.period else WindowSpan(name, limit)

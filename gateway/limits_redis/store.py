@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import TypeVar, cast
+from collections.abc import Collection, Sequence
+from typing import cast
 from weakref import WeakValueDictionary
 
 from gateway.errors import StoreUnavailable
@@ -15,14 +15,12 @@ from gateway.limits_redis.courier import Courier
 from gateway.limits_redis.link import Link
 from gateway.limits_redis.notices import Listener, Notices
 from gateway.limits_redis.place import SharedPlace
-from gateway.limits_redis.terms import MARGIN, Condition
+from gateway.limits_redis.terms import MARGIN, Condition, Ticket
 from gateway.types import Limit
 from gateway.windows import Counter, WallClock
 
 _TRIES = 5  # for what was drawn but not spent in time
 _SWEEP = 30.0  # seconds
-
-Member = TypeVar("Member", SharedCounter, SharedPlace)
 
 
 class RedisCounters:
@@ -52,9 +50,7 @@ class RedisCounters:
     async def close(self) -> None:
         """Gives everything back and ends the connections, within a few seconds."""
         await self._notices.close()
-        for member in self._kept:
-            member.retire()
-        await self._courier.close()
+        await self._courier.close(self._kept)
 
     def set_policy(self, on_failure: str) -> None:
         self._condition.on_failure = on_failure
@@ -117,39 +113,41 @@ class RedisCounters:
         await self._fetch((*slots, *shared), cost)
 
     async def _fetch(self, members: Sequence[SharedCounter | SharedPlace], cost: int) -> None:
-        for _ in range(_TRIES):
-            moment = time.monotonic()
-            lacking = [member for member in members if not member.covers(cost, moment)]
-            if not lacking:
-                return
-            if not self._condition.up:
-                break
-            asked = [(member, member.ask(cost, moment)) for member in lacking]
-            tickets = [(member, ticket) for member, ticket in asked if ticket is not None]
-            try:
-                if len(tickets) == len(asked):
-                    for _, ticket in tickets:
-                        await ticket.done
-            finally:
+        """What one member has is held while others are asked: else requests that need several would never get all."""
+        self._keep(*members)
+        held: dict[SharedCounter | SharedPlace, Ticket] = {}
+        is_covered = False
+        try:
+            for _ in range(_TRIES):
                 moment = time.monotonic()
-                for member, ticket in tickets:
-                    member.claim(ticket, moment)
-                    self._courier.kick(member)  # after this request has spent, the rest may be more than to be kept
-                self._keep(*lacking)
-            if len(tickets) < len(asked) or any(ticket.wait for _, ticket in tickets):
-                return  # refused
-            if any(ticket.wait is None for _, ticket in tickets):
+                for member in members:
+                    if member not in held:
+                        held[member] = member.ask(cost, moment)
+                if not await _granted(held.values()):
+                    break
+                moment = time.monotonic()
+                lost = [member for member, ticket in held.items() if not member.holds(ticket, moment)]
+                for member in lost:
+                    member.claim(held.pop(member), moment)
+                if not lost:
+                    is_covered = True
+                    break
                 await asyncio.sleep(2 * MARGIN)  # a slice has ended before its grant was here: soon the next begins
-        if not self._condition.up and self._condition.on_failure == "refuse":
+        finally:
+            moment = time.monotonic()
+            for member, ticket in held.items():
+                member.claim(ticket, moment)
+                self._courier.kick(member)  # after this request has spent, the rest may be more than to be kept
+        if not is_covered and not self._condition.up and self._condition.on_failure == "refuse":
             raise StoreUnavailable("The store of the rate limits cannot be reached. Try again soon.", retry_after=1)
 
     def _keep(self, *members: SharedCounter | SharedPlace) -> None:
         """Remembers them, and from time to time forgets those that know nothing any more."""
-        self._kept.update(members)
         moment = time.monotonic()
         if moment - self._swept > _SWEEP:
             self._swept = moment
             self._kept = {member for member in self._kept if not member.is_idle(moment)}
+        self._kept.update(members)
 
     # --- notices
     async def publish(self, channel: str, message: str) -> None:
@@ -159,3 +157,11 @@ class RedisCounters:
     def subscribe(self, channel: str, callback: Listener) -> None:
         """Calls back with each message. An empty one means: a connection is new, messages may have been missed."""
         self._notices.subscribe(channel, callback)
+
+
+async def _granted(tickets: Collection[Ticket]) -> bool:
+    """Waits for all of them. False as soon as it is known that one cannot be had, or that nothing can be learned."""
+    for ticket in tickets:
+        if not any(one.is_refused for one in tickets):
+            await ticket.done
+    return not any(ticket.is_refused for ticket in tickets)

@@ -35,21 +35,32 @@ class Call(NamedTuple):
 
 
 class Ticket:
-    """A request that waits for room. `wait` becomes 0 when it was granted, the seconds until it fits when it was not;
-    it stays None when nothing was learned."""
+    """A request that waits for room."""
 
-    __slots__ = ("abandoned", "cost", "done", "granted", "slice", "wait")
+    __slots__ = ("abandoned", "cost", "done", "granted", "is_refused", "slice", "wait")
 
     def __init__(self, cost: int) -> None:
         self.cost = cost
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.wait: float | None = None
         self.granted = False  # and not yet claimed
         self.slice = 0  # in which the grant was booked
-        self.abandoned = False
+        self.is_refused = False
+        self.wait = 0.0  # seconds until it fits; 0 when the store has not said
+        self.abandoned = False  # nobody waits for an answer
 
-    def answer(self, wait: float | None, slice: int = 0) -> None:
-        self.wait, self.granted, self.slice = wait, wait == 0, slice
+    def grant(self, slice: int = 0) -> None:
+        self.granted, self.slice = True, slice
+        self._settle()
+
+    def refuse(self, wait: float = 0.0) -> None:
+        self.is_refused, self.wait = True, wait
+        self._settle()
+
+    def try_again(self) -> None:
+        """It came to nothing, and that says nothing."""
+        self._settle()
+
+    def _settle(self) -> None:
         if not self.done.done():
             self.done.set_result(None)
 
@@ -66,6 +77,13 @@ class Party(Protocol):
 
     def tick(self, moment: float) -> bool:
         """A few times a second while the party is watched. False: it needs no more watching."""
+
+
+class Member(Party, Protocol):
+    """A party that holds something of the store's."""
+
+    def retire(self) -> None:
+        """Gives back all of it, at the end of the process."""
 
 
 class Desk(Protocol):

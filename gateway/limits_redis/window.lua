@@ -4,7 +4,7 @@
 --          of:PROCESS (its latest step, as seq:granted:slice)
 -- ARGV     1 process, 2 seq, 3 count, 4 seconds of the window or 0 for a budget, 5 number of the budget's period,
 --          6 life of the key in ms, 7 divisor and 8 wish (how much may be granted beyond the costs),
---          9 microseconds the wish is meant for, 10 whether the process must be known here, 11 number of corrections,
+--          9 whether the process must be known here, 10 number of corrections,
 --          then slice and difference of each correction (a slice <= 0 counts back from now), then the costs
 -- returns  granted, its slice, microseconds left of that slice, used,
 --          then for each cost 0 if it was granted, or the microseconds until it fits;
@@ -20,7 +20,7 @@ if seconds > 0 then
 end
 
 local state = redis.call('HMGET', key, 'last', 'used', process)
-if ARGV[10] == '1' and not state[3] then
+if ARGV[9] == '1' and not state[3] then
   return {-1}
 end
 local last, used = tonumber(state[1]) or current, tonumber(state[2]) or 0
@@ -75,8 +75,8 @@ if old_seq and tonumber(old_seq) >= seq then
     rest = 0
   end
 else
-  local next_argument = 12
-  for _ = 1, tonumber(ARGV[11]) do
+  local next_argument = 11
+  for _ = 1, tonumber(ARGV[10]) do
     local number, difference = tonumber(ARGV[next_argument]), tonumber(ARGV[next_argument + 1])
     next_argument = next_argument + 2
     if number <= 0 then
@@ -89,22 +89,20 @@ else
       used = used + difference
     end
   end
-  local refused = {}
+  local refused, largest = {}, 0
   for index = next_argument, #ARGV do
     local cost = tonumber(ARGV[index])
     waits[#waits + 1] = 0
+    largest = math.max(largest, cost)
     if used + cost <= count then
       used, granted = used + cost, granted + cost
     else
       refused[#waits] = cost
     end
   end
-  local wish = tonumber(ARGV[8])
-  if seconds > 0 then
-    wish = wish * math.min(1, rest / tonumber(ARGV[9]))
-  end
-  local extra = math.floor(math.min(wish, (count - used) / tonumber(ARGV[7])))
-  if extra > 0 then
+  local divisor = tonumber(ARGV[7])
+  local extra = math.floor(math.min(tonumber(ARGV[8]), (count - used) / divisor))
+  if extra > 0 and count - used >= divisor * largest then -- else others might be refused for what lies in store
     used, granted = used + extra, granted + extra
   end
   if granted > 0 then

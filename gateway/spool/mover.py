@@ -41,6 +41,7 @@ class Mover:
         self._pause = pace.move
         self._next_adoption = self._next_marks = 0.0  # loop time
         self.failing = False
+        self.caught_up = asyncio.Event()  # what earlier processes have left is in the database, as far as it can be
         self.adopted = self.done = self.lost = 0  # rows
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -70,6 +71,7 @@ class Mover:
             return error.message
         except Exception as error:
             return type(error).__name__  # no more than that: a driver's message may hold addresses and values
+        self.caught_up.set()
         return problem
 
     def _settle(self, problem: str) -> None:

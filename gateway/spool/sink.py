@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -86,6 +87,12 @@ class UsageSink:
             claim.release()
         if self._writer is not None:
             self._writer.release()
+
+    async def caught_up(self, patience: float) -> None:
+        """Returns once the database has what earlier processes have left in the folder, or after `patience` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await self._mover.caught_up.wait()
 
     # --- for metrics
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.records import Changes
+from gateway.records import Changes, Mark, News
 from gateway.store import keys, schema, tenants
 from gateway.store.audit import Audit
 from gateway.store.chain import AuditVerdict
@@ -54,23 +54,45 @@ class Store(Tenants, Keys, Usages, Audit):
     async def version(self) -> int:
         """Number of the last change to tenants or keys."""
         async with self._database.reading() as connection:
-            return await _version(connection)
+            return (await _mark(connection)).version
+
+    async def news(self, known: Mark | None) -> News | None:
+        """What a gateway that knows the database up to `known` has to learn; None = nothing.
+
+        Everything, where the database was replaced by an older one: also when as many changes were made to that since.
+        """
+        async with self._database.reading() as connection:
+            now = await _mark(connection)
+            if now == known:
+                return None
+            whole = known is None or not await _goes_back_to(connection, known, now)
+            since = 0 if known is None or whole else known.version
+            return News(now, await _changes(connection, since, now.version), whole)
 
     async def changes(self, since: int) -> Changes:
-        """What has changed after version `since`, deleted and revoked ones among it; 0 = all that live.
-
-        A version below `since` says that the database was replaced by an older one: ask again with 0.
-        """
-        which_tenants, which_keys = tenants.living(), keys.living()
-        if since > 0:
-            which_tenants = select(schema.tenants).where(schema.tenants.c.changed > since)
-            which_keys = keys.every().where(schema.keys.c.changed > since)
+        """What has changed after version `since`, deleted and revoked ones among it; 0 = all that live."""
         async with self._database.reading() as connection:
-            version = await _version(connection)
-            found = await tenants.read_tenants(connection, which_tenants)
-            return Changes(version, found, await keys.read_keys(connection, which_keys))
+            return await _changes(connection, since, (await _mark(connection)).version)
 
 
-async def _version(connection: AsyncConnection) -> int:
-    found: int = (await connection.execute(select(schema.state.c.version))).scalar_one()
-    return found
+async def _mark(connection: AsyncConnection) -> Mark:
+    state = schema.state.c
+    return Mark(*(await connection.execute(select(state.version, state.audit_entries, state.audit_head))).one())
+
+
+async def _goes_back_to(connection: AsyncConnection, known: Mark, now: Mark) -> bool:
+    """Whether the history of the database leads over `known`: each change of tenants or keys is an entry of the trail,
+    whose hash covers all entries before it."""
+    if known.version > now.version or known.entries > now.entries:
+        return False
+    last = select(schema.audit.c.hash).where(schema.audit.c.seq == known.entries)
+    return not known.entries or (await connection.execute(last)).scalar_one_or_none() == known.head
+
+
+async def _changes(connection: AsyncConnection, since: int, version: int) -> Changes:
+    which_tenants, which_keys = tenants.living(), keys.living()
+    if since > 0:
+        which_tenants = select(schema.tenants).where(schema.tenants.c.changed > since)
+        which_keys = keys.every().where(schema.keys.c.changed > since)
+    found = await tenants.read_tenants(connection, which_tenants)
+    return Changes(version, found, await keys.read_keys(connection, which_keys))

@@ -24,6 +24,8 @@ CONNECT_LIMIT = 5.0  # seconds
 TRANSACTION_LIMIT = 30.0  # seconds, waiting for a connection and for locks included
 _BUSY_LIMIT = 5.0  # seconds that SQLite waits for another writer
 _CLOSE_LIMIT = 5.0  # seconds
+_MOST_REPORTS = 2  # at a time, of the connections below
+_REPORT_WAIT = 10.0  # seconds that a report waits for its turn
 _FILE_PREFIX = "sqlite:///"
 _COMMON: dict[str, Any] = {"hide_parameters": True, "pool_size": 5, "max_overflow": 5, "pool_timeout": 5.0}
 
@@ -37,6 +39,7 @@ class Database:
     def __init__(self, engine: AsyncEngine, anchor: sqlite3.Connection | None = None) -> None:
         self._engine = engine
         self._anchor = anchor  # an in-memory database lives as long as one connection to it
+        self._reports = asyncio.Semaphore(_MOST_REPORTS)
         if engine.dialect.name == "sqlite":
             self._writer = engine.execution_options(writes=True)
             self._reader = engine
@@ -64,6 +67,21 @@ class Database:
                 yield connection
         except DRIVER_ERRORS as error:
             raise unavailable(error) from None
+
+    @asynccontextmanager
+    async def reporting(self) -> AsyncIterator[AsyncConnection]:
+        """Like `reading`, for what every caller may ask for and may take long. A few at a time, so that a connection is
+        left for revoking keys and hearing of it. Raises: StoreUnavailable."""
+        try:
+            async with asyncio.timeout(_REPORT_WAIT):
+                await self._reports.acquire()
+        except TimeoutError as error:
+            raise unavailable(error) from None
+        try:
+            async with self.reading() as connection:
+                yield connection
+        finally:
+            self._reports.release()
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:

@@ -31,11 +31,15 @@ class Tenants:
             return await read_tenants(connection, living())
 
     async def create_tenant(self, record: TenantRecord, actor: Actor) -> TenantRecord:
-        """The tenant as stored, with its moment of creation. Raises: Conflict: the name is taken; StoreUnavailable."""
+        """The tenant as stored, with its moment of creation.
+
+        Raises: Conflict: the name is taken, or keys of another tenant of that name are left; StoreUnavailable.
+        """
         async with changing(self._database) as turn:
             found = await _find(turn.connection, record.name)
             if found is not None and found.deleted_at is None:
                 raise Conflict(f"There is already a tenant '{record.name}'. Choose another name, or update it.")
+            await _require_no_keys(turn, record.name)
             fresh = replace(record, created_at=record.created_at or turn.now, deleted_at=None)
             await _write(turn, fresh, exists=found is not None)
             await turn.record("tenant.create", record.name, actor, after=tenant_json(fresh))
@@ -93,6 +97,16 @@ async def _write(turn: Turn, record: TenantRecord, *, exists: bool) -> None:
         await turn.connection.execute(update(schema.tenants).where(schema.tenants.c.name == record.name).values(values))
     else:
         await turn.connection.execute(insert(schema.tenants).values(values))
+
+
+async def _require_no_keys(turn: Turn, tenant: str) -> None:
+    """A tenant that has left the configuration leaves the keys behind that were stored for it. Raises: Conflict."""
+    left = select(schema.keys.c.id).where(schema.keys.c.tenant == tenant, schema.keys.c.revoked_at.is_(None)).limit(1)
+    if (await turn.connection.execute(left)).first() is not None:
+        raise Conflict(
+            f"There are keys of a tenant '{tenant}' that the configuration had, and they would work again. Revoke them "
+            f"first (`sekisho keys list --tenant {tenant}`), or choose another name."
+        )
 
 
 async def _revoke_keys(turn: Turn, tenant: str) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ from gateway.store.schema import Words, storable
 from gateway.store.schema import usage as table
 
 MOST_TOKENS = 10**15  # of one request: what an engine claims beyond this must not make a sum overflow
+
+MOST_GROUPS = 50_000  # in one answer: a request a second makes so many in a day, grouped by everything
 
 _FILTERS = ("tenant", "key", "model", "operation")
 _MOMENTS = {  # what the UTC calendar shows at the beginning: for SQLite's strftime, for PostgreSQL's to_char
@@ -54,16 +58,20 @@ class Usages:
     async def usage(self, query: UsageQuery) -> list[dict[str, Any]]:
         """One dict a group, sorted by group: its fields, then the sums. Without grouping one dict, be it of zeros.
 
-        Raises: BadRequest: a group or filter that is none; StoreUnavailable.
+        Raises: BadRequest: a group or filter that is none, more than MOST_GROUPS groups; StoreUnavailable.
         """
         groups = [self._group(name) for name in query.group_by]
         sums = [total.label(f"sum_{name}") for name, total in _SUMS.items()]
-        which = select(*groups, *sums).where(*_conditions(query)).group_by(*groups)
-        async with self._database.reading() as connection:
+        which = select(*groups, *sums).where(*_conditions(query)).group_by(*groups).limit(MOST_GROUPS + 1)
+        async with self._database.reporting() as connection:
             rows = (await connection.execute(which)).all()
-        names = (*query.group_by, *_SUMS)
-        plain = sorted(_plain(row, len(groups)) for row in rows)  # databases sort text by rules of their own
-        return [dict(zip(names, row, strict=True)) for row in plain]
+        if len(rows) > MOST_GROUPS:
+            raise BadRequest(
+                f"That makes more than {MOST_GROUPS} groups. Ask for a shorter period, or group by less.",
+                param="group_by",
+                code="invalid_value",
+            )
+        return await asyncio.to_thread(_lines, rows, (*query.group_by, *_SUMS))
 
     async def usage_rows(
         self, query: UsageQuery, *, limit: int, after: tuple[float, str] | None = None
@@ -75,17 +83,25 @@ class Usages:
         which = select(table).where(*_conditions(query)).order_by(table.c.time, table.c.id).limit(limit)
         if after is not None:
             which = which.where(tuple_(table.c.time, table.c.id) > tuple_(*after, types=[sql.Double, table.c.id.type]))
-        async with self._database.reading() as connection:
+        async with self._database.reporting() as connection:
             return [UsageRow._make(row) for row in await connection.execute(which)]
 
     async def spent(self, since: float, until: float) -> list[tuple[str, str, str, int]]:
-        """(tenant, key, model, tokens) of what was used from `since` on, before `until`. Raises: StoreUnavailable."""
-        owner = (table.c.tenant, table.c.key, table.c.model)
+        """(tenant, key, model, tokens) of what was used from `since` on, before `until`. The model is the one whose
+        limits were charged: where a fallback has answered, the fallback.
+
+        Raises: StoreUnavailable.
+        """
+        owner = (table.c.tenant, table.c.key, table.c.model, table.c.replica)
         tokens = _SUMS["tokens"]
         period = (table.c.time >= since, table.c.time < until)
         which: Select[Any] = select(*owner, tokens).where(*period).group_by(*owner).having(tokens > 0)
+        found: Counter[tuple[str, str, str]] = Counter()
         async with self._database.reading() as connection:
-            return sorted((*row[:3], int(row[3])) for row in await connection.execute(which))
+            for tenant, key, model, replica, used in await connection.execute(which):
+                served = replica.rpartition("/")[0] or model  # ids of replicas begin with their model's name
+                found[tenant, key, served] += int(used)
+        return sorted((*one, used) for one, used in found.items())
 
     async def forget_usage(self, before: float, at_most: int = 5000) -> int:
         """Deletes the oldest rows from before a moment. Returns how many. Raises: StoreUnavailable."""
@@ -116,6 +132,12 @@ def _conditions(query: UsageQuery) -> Iterable[ColumnElement[bool]]:
             raise BadRequest(f"Usage is selected by {', '.join(_FILTERS)}.", param=name)
         column: Column[str] = table.c[name]
         yield column == value
+
+
+def _lines(rows: Sequence[Sequence[Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    groups = len(names) - len(_SUMS)
+    plain = sorted(_plain(row, groups) for row in rows)  # databases sort text by rules of their own
+    return [dict(zip(names, row, strict=True)) for row in plain]
 
 
 def _plain(row: Sequence[Any], groups: int) -> tuple[Any, ...]:

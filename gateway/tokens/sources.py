@@ -97,8 +97,11 @@ class KeySource:
             self._missed.clear()
             self._ask_at = time.monotonic() + self._place.asked
             await asyncio.wait({self._start()})
-        if any(name is not None and key.kid == name for key in self._keys or () for name in self._wanted):
+        known = {key.kid for key in self._keys or () if key.kid is not None}
+        if not known.isdisjoint(self._wanted):
             self._ask_at = 0.0  # not in vain: the next new key need not wait
+        # Here and not by those who have waited: who comes before they wake up would begin the next look.
+        self._missed.update(name for name in self._wanted if name is not None and name not in known)
 
     # --- reading
     async def _run(self) -> None:

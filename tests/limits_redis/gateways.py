@@ -13,7 +13,7 @@ from gateway.limits import Lease, Limiter
 from gateway.limits_redis import RedisCounters
 from gateway.types import Limit, Limits
 from gateway.windows import WallClock
-from tests.servers.redis import Redis
+from tests.servers.redis import Cluster, Redis
 
 PATIENCE = 20.0  # seconds
 WINDOW = "sekisho:window:"
@@ -126,7 +126,7 @@ async def until_up(nodes: Sequence[Gateway]) -> None:
     assert await eventually(lambda: all(node.counters.up for node in nodes))
 
 
-def used(server: Redis, limits: Limits) -> int:
+def used(server: Redis | Cluster, limits: Limits) -> int:
     """What Redis has booked of the one counter of `limits`."""
     ((name, limit),) = (*limits.requests, *limits.tokens)
     if not limit.period:
@@ -135,7 +135,7 @@ def used(server: Redis, limits: Limits) -> int:
     return sum(int(server.ask("HGET", key, "used")) for key in keys)
 
 
-def slots(server: Redis, limits: Limits) -> int:
+def slots(server: Redis | Cluster, limits: Limits) -> int:
     """Slots that are taken of the one place of `limits`, dead ones among them."""
     ((name, _),) = limits.concurrency
     held = server.ask("HGETALL", f"sekisho:place:{name}")

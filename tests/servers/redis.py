@@ -75,6 +75,7 @@ class Redis:
         with (self.folder / "log").open("ab") as out:
             self._process = subprocess.Popen(self._command, stdout=out, stderr=out)
         if not _eventually(self._answers):
+            self.stop()
             raise RuntimeError(f"redis-server did not start:\n{(self.folder / 'log').read_text()}")
 
     def stop(self) -> None:
@@ -150,6 +151,30 @@ class Cluster:
     @property
     def url(self) -> str:
         return self.nodes[0].url
+
+    def ask(self, *command: str | int) -> Any:
+        """The answer of the node that has the key; to KEYS that of all of them."""
+        if command[0] == "KEYS":
+            return [key for node in self.nodes for key in node.ask(*command)]
+        for node in self.nodes:
+            try:
+                return node.ask(*command)
+            except redis.exceptions.MovedError:
+                continue
+        raise RuntimeError("no node has this key")
+
+    def move(self, key: str) -> None:
+        """Gives the slot of a key, and all that is in it, to another node."""
+        slot = self.nodes[0].ask("CLUSTER", "KEYSLOT", key)
+        old = self.nodes[int(slot) * 3 // 16384]
+        new = self.nodes[self.nodes.index(old) - 1]
+        names = {node.port: node.ask("CLUSTER", "MYID") for node in (old, new)}
+        new.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", names[old.port])
+        old.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", names[new.port])
+        for present in old.ask("CLUSTER", "GETKEYSINSLOT", slot, 100):
+            old.ask("MIGRATE", "127.0.0.1", new.port, present, 0, 5000)
+        for node in (new, old, *self.nodes):
+            node.ask("CLUSTER", "SETSLOT", slot, "NODE", names[new.port])
 
     @staticmethod
     def _is_whole(node: Redis) -> bool:

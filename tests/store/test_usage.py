@@ -148,6 +148,16 @@ def test_a_filter_that_no_text_could_match_finds_nothing(store: Bench) -> None:
     assert store.usage_rows(UsageQuery(0, 1e11, (), {"tenant": "acme\0"}), limit=1) == []
 
 
+def test_more_groups_than_anybody_reads_are_refused(store: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.store.usage.MOST_GROUPS", 3)
+    store.add_usage([row(f"{number}", key=f"key_{number % 3}") for number in range(9)])
+    query = UsageQuery(0.0, 1e11, ("key",))
+    assert [(one["key"], one["requests"]) for one in store.usage(query)] == [("key_0", 3), ("key_1", 3), ("key_2", 3)]
+    store.add_usage([row("more", key="key_3")])
+    with pytest.raises(BadRequest, match="shorter period"):
+        store.usage(query)
+
+
 @pytest.mark.parametrize("page", [1, 7, 1000])
 def test_pages_of_rows_are_all_rows_once_in_order(store: Bench, page: int) -> None:
     rows = many(60) + [row(name, NEW_YEAR) for name in ("B", "a", "A", "b", "_")]
@@ -166,11 +176,20 @@ def test_what_was_spent_between_two_moments(store: Bench, days: int) -> None:
     expected: dict[tuple[str, str, str], int] = {}
     for one in rows:
         if NEW_YEAR <= one.time < until:
-            owner = (one.tenant, one.key, one.model)
+            owner = (one.tenant, one.key, one.replica.rpartition("/")[0] or one.model)
             expected[owner] = expected.get(owner, 0) + one.prompt + one.completion
     spent = store.spent(NEW_YEAR, until)
     assert spent == sorted((*owner, tokens) for owner, tokens in expected.items())
     assert {type(entry[3]) for entry in spent} == {int}
+
+
+def test_tokens_are_spent_by_the_model_that_served(store: Bench) -> None:
+    """A fallback's limits are charged for its answers, and not those of the model that was asked for."""
+    given = [("org/m", "org/m/vllm-1"), ("org/m", "spare/sglang-2"), ("spare", "spare/sglang-2"), ("old", "")]
+    store.add_usage([row(f"{place}", model=model, replica=one) for place, (model, one) in enumerate(given)])
+    spent = store.spent(0.0, 1e11)
+    (tokens,) = {entry[3] for entry in spent if entry[2] == "org/m"}
+    assert [entry[2:] for entry in spent] == [("old", tokens), ("org/m", tokens), ("spare", 2 * tokens)]
 
 
 def test_retention_deletes_the_oldest_in_portions(store: Bench) -> None:

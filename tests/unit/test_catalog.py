@@ -118,6 +118,13 @@ def test_callers_cannot_make_the_memory_grow() -> None:
     assert len(principal.seen) == 0
 
 
+def test_looking_at_the_list_is_not_remembered() -> None:
+    """Thousands of callers look at it, and each would keep every model there is."""
+    principal = caller("*")
+    assert list(visible(principal, MODELS))
+    assert not principal.seen
+
+
 def test_a_long_name_is_shortened_in_the_message() -> None:
     assert len(refused("x" * 10_000, caller("*"))) < 300
 
@@ -293,7 +300,7 @@ def refusal_steps(asked: str, principal: Principal, names: dict[str, Model]) -> 
             raise AssertionError(asked)
 
     ask()  # patterns are compiled once
-    return steps(ask)
+    return min(steps(ask) for _ in range(5))  # the collector may come in between, with steps of its own
 
 
 CALLERS: Sequence[Principal] = (

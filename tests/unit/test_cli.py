@@ -208,6 +208,14 @@ def test_a_key_and_its_line(run: Run, name: str) -> None:
     assert "research" in err and key not in err
 
 
+def test_a_key_without_a_name_gets_one_that_tells_nothing_of_it(run: Run) -> None:
+    """Names are in logs and usage, where no part of a key or its digest belongs."""
+    key, line = run("keys", "create", "--print")[1].splitlines()
+    (entry,) = yaml.safe_load(line)
+    assert re.fullmatch("key-[0-9a-f]{8}", entry["name"])
+    assert entry["sha256"] == digest(key) and entry["name"][4:] not in digest(key) + key
+
+
 def test_keys() -> None:
     keys = {new_key() for _ in range(100)}
     assert len(keys) == 100
