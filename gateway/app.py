@@ -326,6 +326,7 @@ class Application:
                 self._edge.sweep(loop.time())
                 self._upstream.sweep()
                 self._stores.set_clock()
+                self._gateway.look_over(time.monotonic())
                 self._gateway.book()
             except Exception:
                 log.exception("housekeeping failed")

@@ -33,6 +33,8 @@ PARSE_IN_THREAD_ABOVE = 1024 * 1024  # bytes of a document whose parsing would h
 # One thread: the parser keeps the interpreter to itself, and with several of them the event loop would wait for each.
 PARSER = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
+ATTEMPTS = [b"x-sekisho-attempts: %d\r\n" % number for number in range(100)]
+
 log = logging.getLogger("sekisho")
 
 
@@ -54,8 +56,9 @@ class Attempt:
         replica = outcome.replica = state.replica
         assert outcome.principal is not None
         request = request_bytes(replica, call, cycle, outcome.principal.tenant)
+        cycle.route_headers = ATTEMPTS[min(outcome.attempts, len(ATTEMPTS) - 1)]
         if self._gateway.snapshot.expose_route:
-            cycle.route_headers = b"x-sekisho-replica: %b\r\nx-sekisho-policy: %b\r\n" % (
+            cycle.route_headers += b"x-sekisho-replica: %b\r\nx-sekisho-policy: %b\r\n" % (
                 replica.id.encode(), outcome.model.policy.encode() if outcome.model else b"",
             )  # fmt: skip
         cycle.keepalives = call.stream and not call.operation.passes
@@ -87,7 +90,16 @@ class Attempt:
                 "replica %s counted %d prompt tokens where about %d were sent: its context window may be too small",
                 replica.id, outcome.usage.prompt, call.prompt_tokens,
             )  # fmt: skip
-        state.succeeded(outcome.first_token - outcome.sent if outcome.first_token else None)
+        self._measure()
+
+    def _measure(self) -> None:
+        """What a good answer says of its replica."""
+        outcome, usage = self._outcome, self._outcome.usage
+        now = time.monotonic()
+        first, tpot = outcome.first_token, None
+        if first and usage is not None and usage.completion > 1:
+            tpot = (now - first) / (usage.completion - 1)
+        self.state.succeeded(now, outcome.sent, first - outcome.sent if first else None, tpot)
 
     async def _answer(self, reply: Reply) -> None:
         body = reply.take_body() if reply.complete else await reply.read()

@@ -146,6 +146,10 @@ async def _forward(
             tried.append(state.replica.id)
             if _unfit(state.replica, call) is not None:
                 continue  # another one may be able to
+            if not outcome.attempts:
+                gateway.retries.asked()
+            elif not gateway.retries.take():
+                raise last or NoReplica("Too many requests are being repeated at the moment.", retry_after=5)
             attempts += 1
             outcome.attempts += 1
             attempt = Attempt(gateway, call, cycle, outcome, state)

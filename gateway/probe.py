@@ -56,7 +56,7 @@ class Prober:
         except (httpx.HTTPError, OSError, ssl.SSLError, TimeoutError) as error:
             # An embedded engine that does not listen yet is on its way up.
             health = Health.LOADING if state.replica.embedded is not None else Health.DOWN
-            state.probe_failed(health, type(error).__name__)
+            state.probe_failed(health, type(error).__name__, time.monotonic())
         except Exception:
             log.exception("probing %s failed", state.replica.id)
         if state.health is not before:
@@ -68,15 +68,15 @@ class Prober:
             status, body = await self._get(state, backend.probes.health)
             if not backend.is_ready(status, body):
                 health = Health.LOADING if backend.read_failure(status, body).kind == "loading" else Health.DOWN
-                state.probe_failed(health, f"status {status}")
+                state.probe_failed(health, f"status {status}", time.monotonic())
                 return
-        state.probe_succeeded()
+        state.probe_succeeded(time.monotonic())
         if state.card is None and backend.probes.models is not None:
             await self._read_card(state, backend.probes.models)
         if backend.probes.load is not None:
             status, body = await self._get(state, backend.probes.load)
             if status == 200:
-                state.load, state.load_read_at = backend.read_load(body), time.monotonic()
+                state.load_read(backend.read_load(body), time.monotonic())
 
     async def _read_card(self, state: ReplicaState, path: str) -> None:
         """What the engine says of the model, once; an engine that says nothing useful is asked again the next time."""

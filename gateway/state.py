@@ -16,12 +16,15 @@ from gateway.limits import Limiter
 from gateway.logs import AccessLog
 from gateway.metrics import Metrics
 from gateway.outcome import Outcome
+from gateway.retries import RetryBudget
 from gateway.routing import Ask, choose
 from gateway.snapshot import Snapshot
 from gateway.spool import UsageSink
 from gateway.tokens import Tokens
 from gateway.types import Address, Model, Principal
 from gateway.upstream import Upstream
+
+RETRY_RATIO = 0.2  # attempts beyond the first, per request
 
 
 class Caller(Protocol):
@@ -65,6 +68,8 @@ class Gateway:
         self.tokens = tokens or Tokens()
         self.usage = usage
         self.fleet = LoadTable()
+        self.retries = RetryBudget(RETRY_RATIO)
+        self._looked_at = time.monotonic()
         self.draining = False
         self.finished: list[Outcome] = []  # not booked yet
         self._turns: dict[str, int] = {}  # choices made, by the first replica
@@ -87,16 +92,19 @@ class Gateway:
 
     def choose(self, model: Model, call: Call, tried: Sequence[str]) -> ReplicaState:
         """Raises: NoReplica, UnsupportedOperation."""
-        if len(model.replicas) == 1 and not tried:  # the usual case needs no choice
-            state = self.fleet.of(model.replicas[0])
-            able = call.operation in state.replica.backend.paths
-            if able and state.has_room() and state.routable(time.monotonic()):
-                return state
+        states = self.fleet.able(model, call.operation)
+        if len(states) == 1 and not tried and states[0].open and states[0].has_room():
+            return states[0]  # the usual case needs no choice
         # Callers may see different replicas of a model: each of these views goes round by itself.
         view = model.replicas[0].id
         turn = self._turns[view] = self._turns.get(view, -1) + 1
-        ask = Ask(call.operation, time.monotonic(), turn, getrandbits(30), tried)
-        return choose(model, [self.fleet.of(replica) for replica in model.replicas], ask)
+        return choose(model, states, Ask(time.monotonic(), turn, getrandbits(30), tried))
+
+    def look_over(self, now: float) -> None:
+        """Called a few times a second: what follows from time alone."""
+        self.fleet.look_over(now)
+        self.retries.forget(now - self._looked_at)
+        self._looked_at = now
 
     def book(self) -> None:
         """Takes finished requests into the metrics, the access log and the usage records. They are gathered and booked

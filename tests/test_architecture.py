@@ -22,7 +22,7 @@ RANKS: dict[str, int] = {
         "units keys",
         "types errors config config_checks config_load config_schema config_shape config_values config_yaml",
         "call formcall jsonscan multipart answers auth catalog limits media outcome routing sse usage metrics"
-        " logs dialect_tap fit addresses windows records people certificates claims",  # no network
+        " logs dialect_tap fit addresses windows retries records people certificates claims",  # no network
         "snapshot fleet",  # state, one writer each
         "reply cycle edge upstream passthrough engine_client probe discovery embedded limits_redis tokens store spool"
         " directory",  # all network I/O

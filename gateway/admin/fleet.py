@@ -61,7 +61,8 @@ async def reload(request: Request) -> Response:
 async def _set_draining(request: Request, replica: str, draining: bool) -> Response:
     for state in gateway_of(request).fleet:
         if state.replica.id == replica:
-            before, state.draining = state.draining, draining
+            before = state.draining
+            state.set_draining(draining, time.monotonic())
             action = "replica.drain" if draining else "replica.undrain"
             await note(request, action, replica, {"draining": before}, {"draining": draining})
             return answer(replica_entry(state, time.monotonic()))
