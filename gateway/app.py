@@ -184,6 +184,7 @@ class Application:
         self._discovery = Discovery()
         self._edge = Edge(lambda cycle: serve(gateway, cycle), edge_settings(config))
         self._metrics.add_gauges(lambda: gateway.fleet.gauges(time.monotonic()))
+        self._metrics.add_gauges(lambda: gateway.waiting.gauges(gateway.snapshot.models))
         self._metrics.add_gauges(self._stores.gauges)
         app = create_app(gateway, version(), [admin.router])
         app.state.reload, app.state.stores = self.reload, self._stores

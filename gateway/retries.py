@@ -9,11 +9,11 @@ MEMORY = 10.0  # seconds after which a request counts for about a third
 class RetryBudget:
     """Counts requests and retries of about the last ten seconds."""
 
-    __slots__ = ("_ratio", "_requests", "_retries")
+    __slots__ = ("_requests", "_retries", "ratio")
 
     def __init__(self, ratio: float) -> None:
-        """`ratio`: retries per request, 0.2 = a fifth more load at most."""
-        self._ratio = ratio
+        """`ratio`: retries per request, 0.2 = a fifth more load at most; it may be changed at any time."""
+        self.ratio = ratio
         self._requests = self._retries = 0.0
 
     def asked(self) -> None:
@@ -22,10 +22,15 @@ class RetryBudget:
 
     def take(self) -> bool:
         """Whether one more retry is allowed; it is counted then."""
-        if self._retries + 1 > LEAST + self._ratio * self._requests:
+        if self._retries + 1 > LEAST + self.ratio * self._requests:
             return False
         self._retries += 1
         return True
+
+    @property
+    def left(self) -> float:
+        """How many more retries there may be at this moment."""
+        return max(0.0, LEAST + self.ratio * self._requests - self._retries)
 
     def forget(self, seconds: float) -> None:
         """To be called a few times a second, with the time since the last call."""

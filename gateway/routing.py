@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from math import inf, log
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from gateway.errors import GatewayError, ModelBusy, NoReplica, UnsupportedOperation
@@ -10,7 +13,10 @@ from gateway.types import Model, Replica
 
 ALIKE = 1.1  # waits that differ by less than this factor are equal: what is measured is not that exact
 OVERLOADED = 1.25  # times the mean number of open requests, from which on affinity counts no more
+PREFILL_COUNTS = 2.0  # what a warm cache saves counts for the request and for those that run beside it
 _ENTROPY = 1 << 30
+_WORD = (1 << 30) - 1  # numbers of one digit inside Python, which multiply fastest
+_LOG_WORD = log(1 << 30)
 
 
 class ReplicaView(Protocol):
@@ -29,6 +35,8 @@ class ReplicaView(Protocol):
     @property
     def ttft(self) -> float | None: ...  # seconds to the first token, moving average
     @property
+    def prefill(self) -> float | None: ...  # seconds to read one character of a prompt that is not in its cache
+    @property
     def paused_until(self) -> float: ...
     def routable(self, now: float) -> bool: ...
 
@@ -42,6 +50,7 @@ class Ask(NamedTuple):
     tried: Collection[str] = ()  # ids of replicas this request has already failed on
     session: bytes = b""  # what session affinity goes by; empty = nothing
     warm: Mapping[str, float] | None = None  # share of the prompt (0-1) that a replica has in its cache, by id
+    prompt: int = 0  # characters of which those are shares
 
 
 View = TypeVar("View", bound=ReplicaView)
@@ -53,6 +62,11 @@ def least_load(views: Sequence[ReplicaView], ask: Ask) -> ReplicaView:
     where that is equal too."""
     most = min([view.wait for view in views]) * ALIKE
     best = [view for view in views if view.wait <= most]
+    return least_busy(best, ask)
+
+
+def least_busy(best: Sequence[ReplicaView], ask: Ask) -> ReplicaView:
+    """The fewest of our requests, and chance where that is equal."""
     if len(best) > 1:
         fewest = min([view.inflight / view.replica.weight for view in best])
         best = [view for view in best if view.inflight / view.replica.weight == fewest]
@@ -85,11 +99,71 @@ def weighted(views: Sequence[ReplicaView], ask: Ask) -> ReplicaView:
     return views[-1]
 
 
+def prefix_affinity(views: Sequence[ReplicaView], ask: Ask) -> ReplicaView:
+    """The shortest expected wait, less the reading that a warm cache saves: of about equals the warmest. Where nobody
+    has anything, or only overloaded replicas have, it is least_load."""
+    warm = ask.warm
+    having = [(share, view) for view in views if (share := warm.get(view.replica.id))] if warm else []
+    if not having:
+        return least_load(views, ask)
+    most = most_open(views, sum([view.replica.weight for view in views]))
+    costs = [
+        (view.wait - saved(view, share, ask.prompt), share, view)
+        for share, view in having
+        if view.inflight <= most * view.replica.weight + 1
+    ]
+    shortest = min([view.wait for view in views])
+    least = min([cost for cost, _, _ in costs], default=inf)
+    if least > shortest * ALIKE:
+        return least_load(views, ask)
+    alike = [(share, view) for cost, share, view in costs if cost <= least + (ALIKE - 1) * shortest]
+    warmest = max([share for share, _ in alike])
+    return least_busy([view for share, view in alike if share == warmest], ask)
+
+
+def saved(view: ReplicaView, share: float, prompt: int) -> float:
+    """Seconds of waiting that a cache with `share` of a prompt of `prompt` characters is worth."""
+    if view.prefill is None:  # nothing was measured yet: a whole prompt weighs as much as one request more
+        return share * view.wait / (view.inflight + 1)
+    return PREFILL_COUNTS * share * prompt * view.prefill
+
+
+def session_affinity(views: Sequence[ReplicaView], ask: Ask) -> ReplicaView:
+    """Every session has an order of all replicas that is its own, and takes the first one that is not overloaded.
+    A replica that comes or goes moves no sessions but its own."""
+    if not ask.session:
+        return least_load(views, ask)
+    weights = [view.replica.weight for view in views]
+    most = most_open(views, sum(weights))
+    session = int.from_bytes(ask.session) & _WORD | 1
+    scores: list[float] = [session * seat & _WORD for seat in _seats(tuple([view.replica.id for view in views]))]
+    if len(set(weights)) > 1:  # the logarithm keeps the order where weights are equal
+        scores = [(log(score + 1) - _LOG_WORD) / weight for score, weight in zip(scores, weights, strict=True)]
+    best = scores.index(max(scores))
+    if views[best].inflight > most * weights[best] + 1:
+        fit = [place for place, view in enumerate(views) if view.inflight <= most * weights[place] + 1]
+        best = max(fit, key=scores.__getitem__)
+    return views[best]
+
+
+def most_open(views: Sequence[ReplicaView], weight: float) -> float:
+    """Open requests for a weight of 1, of `weight` in all, above which (and one more) a replica is overloaded."""
+    return OVERLOADED * sum([view.inflight for view in views]) / weight
+
+
+@lru_cache(1024)
+def _seats(replicas: tuple[str, ...]) -> list[int]:
+    """A number for each replica, the same in every process. Its product with a session's, cut to size, is its score."""
+    return [int.from_bytes(blake2b(one.encode(), digest_size=8).digest()) & _WORD | 1 for one in replicas]
+
+
 POLICIES: dict[str, Policy] = {
     "least_load": least_load,
     "power_of_two": power_of_two,
     "round_robin": round_robin,
     "weighted": weighted,
+    "prefix_affinity": prefix_affinity,
+    "session_affinity": session_affinity,
 }
 
 

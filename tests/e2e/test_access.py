@@ -63,7 +63,7 @@ def test_a_replica_that_is_loading_is_not_ready_and_gets_no_requests(lab: Lab) -
     loading = {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
     engine = lab.engine("llama_server")
     engine.probe = lambda x: x.reply(loading, 503)
-    lab.serve({"m": [replica(engine)]})
+    lab.serve({"m": {"queue": {"max_waiting": 0}, "replicas": [replica(engine)]}})
     lab.gateway.wait_for_replica("loading")
     answer = lab.chat()
     assert answer.status == 503 and answer.header("retry-after") and not engine.requests

@@ -180,7 +180,9 @@ def test_an_embedded_engine(build: Compile, tmp_path: Path) -> None:
     replica = first(snapshot, "m")
     path = str(tmp_path / "Tiny.Q4.gguf")
     assert replica.embedded == EmbeddedModel(path, None, 512, 3, -1, 2, 7, 9.0)
-    assert replica.max_inflight == 3 + 7
+    assert replica.max_inflight == 3  # whoever comes on top waits in the gateway
+    model = snapshot.models["m"]
+    assert (model.max_waiting, model.max_wait) == (7, 9.0)
     assert replica.endpoint.unix is not None
     assert replica.endpoint.unix.startswith(str(tmp_path / "sockets"))
     assert replica.upstream_model == "Tiny.Q4"
