@@ -6,7 +6,7 @@ must look like. It holds no state and opens no sockets, so the same object serve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -126,6 +126,7 @@ class EngineLoad:
     running: int | None = None  # requests being generated
     waiting: int | None = None  # requests queued inside the engine
     kv_used: float | None = None  # share of the KV cache in use, 0.0-1.0
+    prefix_hits: float | None = None  # share of prompt tokens found in its prefix cache, over whatever time it counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,10 @@ class Backend(Protocol):
     @property
     def capabilities(self) -> frozenset[Capability]:
         """What the engine itself can do. Whether a model can is another matter."""
+
+    @property
+    def tells(self) -> frozenset[Capability]:
+        """Which capabilities of a model its list names wherever the model has them, so that silence means no."""
 
     @property
     def fixes(self) -> frozenset[Operation]:
@@ -254,7 +259,8 @@ def _shows_media(body: JSON) -> bool:
 
 
 # What a request needs: (capability, the field that asks for it, whether it does). Looked at only where one is missing.
-_NEEDS: tuple[tuple[Capability, str, Callable[[JSON], bool]], ...] = (
+Need = tuple[Capability, str, Callable[[JSON], bool]]
+_NEEDS: tuple[Need, ...] = (
     (Capability.N, "n", lambda body: body.get("n") not in (None, 1)),
     (Capability.N, "best_of", lambda body: body.get("best_of") not in (None, 1)),
     (Capability.TOOLS, "tools", lambda body: bool(body.get("tools"))),
@@ -276,6 +282,21 @@ _WHAT = {
     Capability.TOKEN_PROMPTS: "it takes text, one prompt a request",
     Capability.CHAT_TOKENISE: "it counts plain text only; send 'prompt'",
 }
+# Fields by which a request asks for more than text.
+ASKING: Final = frozenset(name for _, name, _ in _NEEDS)
+
+
+def needs_of(missing: Collection[Capability]) -> tuple[Need, ...]:
+    """What to look for in requests to an engine, or a model, that lacks these."""
+    return tuple(need for need in _NEEDS if need[0] in missing)
+
+
+def first_unmet(needs: Sequence[Need], body: JSON) -> Unsupported | None:
+    """The first of the needs that the request has."""
+    for capability, name, asks in needs:
+        if asks(body):
+            return Unsupported(name, _WHAT.get(capability, "it would answer as if it were not there"))
+    return None
 
 
 # What every server that speaks OpenAI's language may have. Audio is for adapters to add.
@@ -304,6 +325,7 @@ class OpenAICompatible:
     # Nothing is known of its health path, and listing models is what every such server can do.
     probes: Probes = Probes(health="/v1/models")
     capabilities: frozenset[Capability] = ALL
+    tells: frozenset[Capability] = frozenset()
     dropped: frozenset[str] = frozenset()  # fields that never reach the engine; the answer is the same without them
     refused: frozenset[str] = frozenset()  # fields that are a 400, since dropping them would change the answer
     fixes: frozenset[Operation] = frozenset()
@@ -313,8 +335,8 @@ class OpenAICompatible:
     salted: frozenset[Operation] = frozenset()
 
     @cached_property
-    def _missing(self) -> tuple[tuple[Capability, str, Callable[[JSON], bool]], ...]:
-        return tuple(need for need in _NEEDS if need[0] not in self.capabilities)
+    def _missing(self) -> tuple[Need, ...]:
+        return needs_of(ALL - self.capabilities)
 
     def refuse(self, operation: Operation, body: JSON) -> Unsupported | None:
         if not self.refused.isdisjoint(body):
@@ -322,10 +344,8 @@ class OpenAICompatible:
                 if name in self.refused and body[name] is not None:
                     return Unsupported(name, "it does not know it, or must not be asked for it")
         if operation.generates or operation is Operation.EMBEDDINGS:
-            for capability, name, asks in self._missing:
-                if asks(body):
-                    return Unsupported(name, _WHAT.get(capability, "it would answer as if it were not there"))
-        elif operation is Operation.TOKENIZE and Capability.CHAT_TOKENISE not in self.capabilities:
+            return first_unmet(self._missing, body)
+        if operation is Operation.TOKENIZE and Capability.CHAT_TOKENISE not in self.capabilities:
             if body.get("messages") is not None:
                 return Unsupported("messages", _WHAT[Capability.CHAT_TOKENISE])
             if not _is_plain_text(body.get("prompt")):
@@ -376,6 +396,11 @@ class OpenAICompatible:
 
     def read_failure(self, status: int, body: bytes) -> Failure:
         return read_failure(status, body)
+
+
+def share(value: object) -> float | None:
+    """A number between 0 and 1; anything else says nothing."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1 else None
 
 
 def positive(value: object) -> int | None:

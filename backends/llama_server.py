@@ -67,6 +67,7 @@ class LlamaServer(OpenAICompatible):
     )
     probes: Probes = Probes(health="/health", load="/metrics")
     capabilities: frozenset[Capability] = ALL - {Capability.ECHO, Capability.SUFFIX, Capability.CHAT_TOKENISE}
+    tells: frozenset[Capability] = frozenset({Capability.VISION})
     dropped: frozenset[str] = DROPPED
     refused: frozenset[str] = REFUSED
     fixes: frozenset[Operation] = frozenset({Operation.RERANK, Operation.TOKENIZE, Operation.DETOKENIZE})

@@ -47,6 +47,7 @@ class LmStudio(OpenAICompatible):
         Capability.N, Capability.LOGPROBS, Capability.ECHO, Capability.SUFFIX, Capability.TOKEN_PROMPTS,
         Capability.RERANK, Capability.TOKENISE, Capability.CHAT_TOKENISE,
     }  # fmt: skip
+    tells: frozenset[Capability] = frozenset({Capability.VISION})  # any model gets tools, trained for them or not
     dropped: frozenset[str] = DROPPED
     refused: frozenset[str] = REFUSED
     cuts_prompts: bool = True

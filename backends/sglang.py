@@ -24,6 +24,7 @@ from backends.base import (
     Operation,
     Probes,
     positive,
+    share,
 )
 from backends.shaping import rerank_answer
 
@@ -102,10 +103,12 @@ class Sglang(OpenAICompatible):
             return EngineLoad()
         ranks = [row for row in rows if isinstance(row, dict)]
         used = [row["token_usage"] for row in ranks if isinstance(row.get("token_usage"), int | float)]
+        hits = [found for row in ranks if (found := share(row.get("cache_hit_rate"))) is not None]
         return EngineLoad(
             running=_sum(ranks, "num_running_reqs"),
             waiting=_sum(ranks, "num_waiting_reqs"),
             kv_used=sum(used) / len(used) if used else None,
+            prefix_hits=sum(hits) / len(hits) if hits else None,
         )
 
 

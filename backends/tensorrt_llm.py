@@ -19,6 +19,7 @@ from backends.base import (
     Operation,
     Probes,
     Unsupported,
+    share,
 )
 from backends.failures import Failure, FailureKind
 from backends.shaping import as_max_tokens
@@ -26,6 +27,7 @@ from backends.shaping import as_max_tokens
 RUNNING = "trtllm_num_requests_running"
 WAITING = "trtllm_num_requests_waiting"
 KV_USED = "trtllm_kv_cache_utilization"
+HITS = "trtllm_kv_cache_hit_rate"
 
 # The fields of its request models (serve/openai_protocol.py) that a client may set: sampling, form, tools. Not among
 # them: lora_request (a path), prompt_token_ids, disaggregated_params, chat_template, cache_salt: all of it wiring.
@@ -93,12 +95,13 @@ class TensorRtLlm(OpenAICompatible):
         return edits
 
     def read_load(self, body: bytes) -> EngineLoad:
-        numbers = promtext.read(body, (RUNNING, WAITING, KV_USED))
+        numbers = promtext.read(body, (RUNNING, WAITING, KV_USED, HITS))
         running, waiting = numbers.get(RUNNING), numbers.get(WAITING)
         return EngineLoad(
             running=None if running is None else int(running),
             waiting=None if waiting is None else int(waiting),
             kv_used=numbers.get(KV_USED),
+            prefix_hits=share(numbers.get(HITS)),
         )
 
     def read_failure(self, status: int, body: bytes) -> Failure:

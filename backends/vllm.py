@@ -22,12 +22,15 @@ from backends.base import (
     Operation,
     Probes,
     Unsupported,
+    share,
 )
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 KV_USED = "vllm:kv_cache_usage_perc"
 KV_USED_BEFORE_0_10 = "vllm:gpu_cache_usage_perc"
+HITS = "vllm:prefix_cache_hits_total"
+LOOKED_UP = "vllm:prefix_cache_queries_total"
 
 # Wiring between engines (whose KV cache to fetch, which rank to use), other callers' request ids and sessions, and the
 # salt that keeps the prefix caches of tenants apart: none of a client's business, and an answer is the same without.
@@ -84,14 +87,16 @@ class Vllm(OpenAICompatible):
         )
 
     def read_load(self, body: bytes) -> EngineLoad:
-        numbers = promtext.read(body, (RUNNING, WAITING, KV_USED, KV_USED_BEFORE_0_10))
+        numbers = promtext.read(body, (RUNNING, WAITING, KV_USED, KV_USED_BEFORE_0_10, HITS, LOOKED_UP))
         ranks = max(1, body.count(b"\n" + RUNNING.encode() + b"{") + body.startswith(RUNNING.encode() + b"{"))
         running, waiting = numbers.get(RUNNING), numbers.get(WAITING)
         used = numbers.get(KV_USED, numbers.get(KV_USED_BEFORE_0_10))
+        hits, looked_up = numbers.get(HITS), numbers.get(LOOKED_UP)
         return EngineLoad(
             running=None if running is None else int(running),
             waiting=None if waiting is None else int(waiting),
             kv_used=None if used is None else used / ranks,  # a share: the mean over ranks, not the sum
+            prefix_hits=share(hits / looked_up) if hits is not None and looked_up else None,  # tokens since its start
         )
 
 

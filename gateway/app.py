@@ -184,6 +184,7 @@ class Application:
         self._discovery = Discovery()
         self._edge = Edge(lambda cycle: serve(gateway, cycle), edge_settings(config))
         self._metrics.add_gauges(lambda: gateway.fleet.gauges(time.monotonic()))
+        self._metrics.add_gauges(lambda: gateway.waiting.gauges(gateway.snapshot.models))
         self._metrics.add_gauges(self._stores.gauges)
         app = create_app(gateway, version(), [admin.router])
         app.state.reload, app.state.stores = self.reload, self._stores
@@ -326,6 +327,7 @@ class Application:
                 self._edge.sweep(loop.time())
                 self._upstream.sweep()
                 self._stores.set_clock()
+                self._gateway.look_over(time.monotonic())
                 self._gateway.book()
             except Exception:
                 log.exception("housekeeping failed")

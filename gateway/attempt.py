@@ -33,36 +33,44 @@ PARSE_IN_THREAD_ABOVE = 1024 * 1024  # bytes of a document whose parsing would h
 # One thread: the parser keeps the interpreter to itself, and with several of them the event loop would wait for each.
 PARSER = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
+ATTEMPTS = [b"x-sekisho-attempts: %d\r\n" % number for number in range(100)]
+
 log = logging.getLogger("sekisho")
 
 
 class Attempt:
     """One request to one replica. For a stream it is the sink between the engine's socket and the client's."""
 
-    __slots__ = ("_cycle", "_gateway", "_outcome", "_reply", "call", "shown", "state", "tap")
+    __slots__ = (
+        "_cold", "_cycle", "_gateway", "_outcome", "_reading", "_reply", "_trial", "call", "shown", "state", "tap",
+    )  # fmt: skip
 
     def __init__(self, gateway: Gateway, call: Call, cycle: HotCycle, outcome: Outcome, state: ReplicaState) -> None:
         self._gateway, self._cycle, self._outcome = gateway, cycle, outcome
         self.call, self.state = call, state
         self.tap: StreamTap | None = None
         self._reply: Reply | None = None
+        self._trial = False  # it finds out whether the replica is back
+        self._cold = 0  # characters of the prompt that its engine has to read, as far as known
         self.shown = False  # the client has seen an event of this answer: from here on there is no second try
 
-    async def run(self) -> None:
-        """Raises: GatewayError; `shown` tells whether another replica may still be tried."""
+    async def run(self, trial: bool | None = None) -> None:
+        """`trial`: what `ReplicaState.begin` has returned, where a place was taken before.
+
+        Raises: GatewayError; `shown` tells whether another replica may still be tried.
+        """
         state, outcome, call, cycle = self.state, self._outcome, self.call, self._cycle
         replica = outcome.replica = state.replica
-        assert outcome.principal is not None
-        request = request_bytes(replica, call, cycle, outcome.principal.tenant)
-        if self._gateway.snapshot.expose_route:
-            cycle.route_headers = b"x-sekisho-replica: %b\r\nx-sekisho-policy: %b\r\n" % (
-                replica.id.encode(), outcome.model.policy.encode() if outcome.model else b"",
-            )  # fmt: skip
         cycle.keepalives = call.stream and not call.operation.passes
         reply: Reply | None = None
-        trial = state.begin()
+        self._trial = state.begin() if trial is None else trial
+        self._cold = self._gateway.note_sent(call, replica)
+        self._reading = call.stream and not call.operation.passes
+        if self._reading:
+            state.begin_reading()
         outcome.sent = 0.0
         try:
+            request = self._prepare(replica)
             reply = await self._gateway.upstream.open(replica.endpoint, replica.timeouts, request, outcome)
             if reply.status != 200:
                 raise await _refusal(replica, reply)
@@ -77,7 +85,9 @@ class Attempt:
                 outcome.usage = self._estimate(0)  # the engine has worked on the prompt
             raise
         finally:
-            state.end(trial)
+            state.end(self._trial)
+            if self._reading:
+                state.end_reading()
             if reply is not None:
                 reply.close()
         outcome.status = 200
@@ -87,7 +97,27 @@ class Attempt:
                 "replica %s counted %d prompt tokens where about %d were sent: its context window may be too small",
                 replica.id, outcome.usage.prompt, call.prompt_tokens,
             )  # fmt: skip
-        state.succeeded(outcome.first_token - outcome.sent if outcome.first_token else None)
+        self._measure()
+
+    def _prepare(self, replica: Replica) -> bytes:
+        """The request's bytes; the client will be told who answers."""
+        outcome, cycle = self._outcome, self._cycle
+        assert outcome.principal is not None
+        cycle.route_headers = route_headers(outcome, expose=self._gateway.snapshot.expose_route)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("request %s: attempt %d goes to %s", cycle.request_id, outcome.attempts, replica.id)
+        return request_bytes(replica, self.call, cycle, outcome.principal.tenant)
+
+    def _measure(self) -> None:
+        """What a good answer says of its replica."""
+        outcome, usage = self._outcome, self._outcome.usage
+        now = time.monotonic()
+        first, tpot = outcome.first_token, None
+        if first and usage is not None and usage.completion > 1:
+            tpot = (now - first) / (usage.completion - 1)
+        ttft = first - outcome.sent if first else None
+        tokens = usage.completion if usage is not None else 1
+        self.state.succeeded(now, outcome.sent, ttft, tpot, tokens, trial=self._trial, cold=self._cold)
 
     async def _answer(self, reply: Reply) -> None:
         body = reply.take_body() if reply.complete else await reply.read()
@@ -177,6 +207,11 @@ class Attempt:
             self._cycle.received(ready)
             if not self._outcome.first_token and tap.started:
                 self._outcome.first_token = time.monotonic()
+                self._reading = False
+                self.state.end_reading()
+                if self._trial and tap.failure is None:
+                    self._trial = False
+                    self.state.end_trial(self._outcome.first_token)
         if tap.failure is not None and self._reply is not None:
             self._reply.fail(from_failure(tap.failure))  # not when the engine gets round to closing
         elif tap.done and self._reply is not None:
@@ -199,9 +234,17 @@ class Attempt:
         kind = error.kind if isinstance(error, UpstreamError) else "busy"
         self._gateway.metrics.failures[self.state.replica.id, kind] += 1
         if error.counts_against_replica:
-            self.state.failed(now)
+            self.state.failed(now, trial=self._trial)
         else:
             self.state.asked_to_wait(now, error.retry_after or 1)
+
+
+def route_headers(outcome: Outcome, *, expose: bool) -> bytes:
+    """Header lines that tell the client who has answered."""
+    lines, replica, model = ATTEMPTS[min(outcome.attempts, len(ATTEMPTS) - 1)], outcome.replica, outcome.model
+    if not expose or replica is None or model is None:
+        return lines
+    return lines + b"x-sekisho-replica: %b\r\nx-sekisho-policy: %b\r\n" % (replica.id.encode(), model.policy.encode())
 
 
 def request_bytes(replica: Replica, call: Call, cycle: HotCycle, tenant: Tenant) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any
 
 import orjson
@@ -15,6 +16,8 @@ import orjson
 from backends.base import REMOVE, SALT_FIELD, Edits, Operation
 from gateway import jsonscan
 from gateway.errors import BadRequest, InvalidBody
+from gateway.prefixes import Chain, chain_of, chat_text, completion_text
+from gateway.types import Tenant
 
 JSON = dict[str, Any]
 
@@ -43,7 +46,10 @@ class Call:
     `raw` is the body as it came and `body` its parsed form, which is never written to: what changes, changes in bytes.
     """
 
-    __slots__ = ("_prompt_tokens", "body", "max_tokens", "model", "n", "operation", "raw", "stream", "wants_usage")
+    __slots__ = (
+        "_prompt_tokens", "body", "max_tokens", "model", "n", "operation", "prefix", "raw", "session_id", "stream",
+        "tenant", "wants_usage",
+    )  # fmt: skip
 
     def __init__(self, operation: Operation, raw: bytes, body: JSON) -> None:
         self.operation, self.raw, self.body = operation, raw, body
@@ -55,6 +61,30 @@ class Call:
         self.max_tokens: int | None = body.get("max_tokens") if limit is None else limit
         self.n: int = body.get("n") or 1
         self._prompt_tokens = -1
+        self.tenant: Tenant | None = None  # who asks, and the session it says it belongs to: what affinity goes by
+        self.session_id = b""
+        self.prefix: Chain | None = None  # once a policy has asked for it
+
+    def find_prefix(self) -> Chain:
+        """How the prompt begins, for the index of what replicas have read. Computed once, and only on demand."""
+        if self.prefix is None:
+            if self.operation is Operation.CHAT:
+                text = chat_text(self.body)
+            else:
+                text = completion_text(self.body["prompt"]) if self.operation is Operation.COMPLETIONS else ""
+            self.prefix = chain_of(self.tenant.salt if self.tenant is not None else "", text)
+        return self.prefix
+
+    @property
+    def session(self) -> bytes:
+        """The tenant's session in 8 bytes: of the header `x-session-id`, else of the body's `user`; empty if neither
+        says one."""
+        user = self.body.get("user")
+        name = self.session_id or (user.encode() if isinstance(user, str) else b"")
+        if not name:
+            return b""
+        tenant = self.tenant.name.encode() if self.tenant is not None else b""
+        return blake2b(b"%b\0%b" % (tenant, name), digest_size=8).digest()
 
     @property
     def prompt_tokens(self) -> int:

@@ -35,7 +35,7 @@ from gateway.config_values import (
 )
 from gateway.units import Budgets, Bytes, PositiveSeconds, Rates, Seconds, WrongValue
 
-Policy = Literal["least_load", "power_of_two", "round_robin", "prefix_affinity", "session_affinity"]
+Policy = Literal["least_load", "power_of_two", "round_robin", "weighted", "prefix_affinity", "session_affinity"]
 Role = Literal["user", "operator", "admin"]
 Algorithm = Literal["RS256", "RS384", "RS512", "ES256", "ES384", "ES512"]
 
@@ -594,6 +594,34 @@ class DiscoveryConfig(EngineAccess):
         return self
 
 
+class RoutingConfig(Section):
+    """What the choice of replicas remembers, and how often another one is tried."""
+
+    prefix_index: Bytes = Field(
+        64 << 20,
+        description=(
+            "Memory for what the prompt caches of replicas hold, used by prefix_affinity. Default 64MiB: about 170000 "
+            "blocks of prompts; the ones used longest ago are forgotten first."
+        ),
+    )
+    retry_budget: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description=(
+            "Further attempts after failures, as a share of the requests of the last seconds. Default 0.2: a fifth "
+            "more load at most; a few are always allowed."
+        ),
+    )
+    hedge_after: PositiveSeconds | None = Field(
+        None,
+        description=(
+            "Wait for the first byte of an answer after which a second replica is asked too; the first to answer wins. "
+            "Default null: never."
+        ),
+    )
+
+
 class LoggingConfig(Section):
     """What the gateway writes: events on standard error, one access line a request on standard output."""
 
@@ -635,6 +663,7 @@ class Config(Section):
     )
     models: tuple[ModelConfig, ...] = Field((), description="Public models. Default none: only what discovery finds.")
     discovery: tuple[DiscoveryConfig, ...] = Field((), description="Engines and folders to publish from. Default none.")
+    routing: RoutingConfig = Field(RoutingConfig(), description="Choice of replicas. Default: see each.")
     logging: LoggingConfig = Field(
         LoggingConfig(),
         description="Log format and content. Default: JSON without content.",

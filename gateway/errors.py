@@ -26,6 +26,7 @@
     │   └── UpstreamTimeout 504
     ├── StoreUnavailable 503       the database or the limit store is out of reach
     └── NoReplica 503
+        ├── ModelBusy              all replicas are full
         └── ShuttingDown
 
 Messages say what to do next. They never hold a key, an address or a trace.
@@ -221,6 +222,17 @@ class StoreUnavailable(GatewayError):
 
     status = 503
     code = "store_unavailable"
+
+
+class ModelBusy(NoReplica):
+    """Replicas are up and full: waiting helps."""
+
+    code = "model_busy"
+
+    def __init__(self, retry_after: float = 1.0) -> None:
+        super().__init__(
+            "Every replica of this model is at its limit. Send the request again shortly.", retry_after=retry_after
+        )
 
 
 class ShuttingDown(NoReplica):

@@ -114,13 +114,17 @@ class Metrics:
             self.rejected[key[0], error.code or error.type] += 1
         if outcome.attempts > 1:
             self.retries += outcome.attempts - 1
+        if outcome.queued:
+            spending.timings.queue_wait.observe(outcome.queued)
         if outcome.sent:
             self._time(outcome, spending.timings)
 
     def _time(self, outcome: Outcome, timings: _Timings) -> None:
         timings.duration.observe(outcome.ended - outcome.started)
         if outcome.attempts == 1:  # a retry's waiting is the failed engine's, not the gateway's
-            self._overhead["request"].observe(outcome.sent - outcome.started - outcome.waited_for_body)
+            self._overhead["request"].observe(
+                outcome.sent - outcome.started - outcome.waited_for_body - outcome.queued
+            )
         if outcome.upstream_ended:
             self._overhead["response"].observe(outcome.ended - outcome.upstream_ended)
         if not outcome.first_token:
@@ -168,7 +172,7 @@ class Metrics:
             ("request_duration_seconds", "duration", "From the request's head to the last byte of the answer"),
             ("time_to_first_token_seconds", "first_token", "TTFT: until the first text, reasoning or tool call"),
             ("time_per_output_token_seconds", "per_token", "TPOT: mean time between tokens after the first"),
-            ("queue_wait_seconds", "queue_wait", "Time spent waiting for a free replica"),
+            ("queue_wait_seconds", "queue_wait", "Time spent waiting for a free replica, by requests that had to wait"),
         ):
             family = HistogramMetricFamily(f"sekisho_{name}", text, labels=("model", "operation"))
             for key, timings in self._timings.items():

@@ -22,6 +22,7 @@ class Outcome:
     usage: Usage | None = None
     attempts = 0
     waited_for_body = 0.0  # seconds spent on the client's side of reading the body
+    queued = 0.0  # seconds spent waiting for a place at a replica
     sent = 0.0  # the last attempt's request went to the engine
     first_token = 0.0
     upstream_ended = 0.0

@@ -23,7 +23,6 @@ from gateway.config import (
     ReplicaConfig,
 )
 from gateway.people import People, compile_limits
-from gateway.routing import POLICIES
 from gateway.types import EmbeddedModel, Endpoint, Limits, Model, Network, Principal, Replica, Tenant, Timeouts
 
 EMBEDDED = "llamacpp"
@@ -52,6 +51,7 @@ class Snapshot:
     media_hosts: frozenset[str]
     max_event: int  # bytes
     expose_route: bool
+    hedge_after: float | None  # seconds without a first byte, then a second replica is asked
 
     def with_people(self, people: People) -> Snapshot:
         """With others who may call: what the database has learned since."""
@@ -92,6 +92,7 @@ def compile_config(
         media_hosts=frozenset(str(host) for host in config.media.allow_hosts),
         max_event=config.server.max_event,
         expose_route=config.server.expose_route,
+        hedge_after=config.routing.hedge_after,
     )
 
 
@@ -112,8 +113,6 @@ def _not_offered(config: Config) -> Iterator[tuple[str, str, str]]:
         for replica in model.replicas:
             if replica.path is not None and replica.backend not in (None, EMBEDDED):
                 yield f"models.{model.name}.replicas", f"{replica.backend} cannot be embedded", "write url, or llamacpp"
-        if model.policy not in POLICIES:
-            yield f"models.{model.name}.policy", *(remove[0], f"write one of {', '.join(POLICIES)}")
 
 
 # --- models and replicas
@@ -133,6 +132,8 @@ def _model(entry: ModelConfig, load: Callable[[str], Backend], sockets: Path, no
             entry.capabilities or dict.fromkeys(name for r in entry.replicas for name in r.capabilities)
         ),
         limits=compile_limits(entry.limits, "model", entry.name) or None,
+        max_waiting=entry.queue.max_waiting,
+        max_wait=entry.queue.max_wait,
     )
 
 
@@ -191,8 +192,8 @@ def _replica(entry: ModelConfig, given: ReplicaConfig, load: Callable[[str], Bac
         quantization=given.quantization,
         # An engine whose window is set with each request gets the model's where the replica has none of its own.
         context_length=given.context_length or (entry.context_length if backend.translates else None),
-        capabilities=tuple(given.capabilities),
-        max_inflight=given.max_inflight or (given.parallel + entry.queue.max_waiting if embedded else None),
+        capabilities=tuple(given.capabilities or entry.capabilities),
+        max_inflight=given.max_inflight or (given.parallel if embedded else None),
         weight=given.weight,
         api_key=api_key,
         embedded=embedded,

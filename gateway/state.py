@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from random import getrandbits
@@ -10,18 +11,26 @@ from typing import Protocol
 from gateway.addresses import client_address
 from gateway.auth import UnverifiedToken, authenticate, check_address
 from gateway.call import Call
-from gateway.errors import AuthError
-from gateway.fleet import LoadTable, ReplicaState
+from gateway.errors import AuthError, GatewayError, ModelBusy, NoReplica
+from gateway.fit import fails_alike, fitting
+from gateway.fleet import Health, LoadTable, ReplicaState, describe
 from gateway.limits import Limiter
 from gateway.logs import AccessLog
 from gateway.metrics import Metrics
 from gateway.outcome import Outcome
+from gateway.prefixes import PrefixIndex
+from gateway.retries import RetryBudget
 from gateway.routing import Ask, choose
 from gateway.snapshot import Snapshot
 from gateway.spool import UsageSink
 from gateway.tokens import Tokens
-from gateway.types import Address, Model, Principal
+from gateway.types import Address, Model, Principal, Replica
 from gateway.upstream import Upstream
+from gateway.waiting import WaitingRoom
+
+AWAY = (Health.DOWN, Health.LOADING)
+
+log = logging.getLogger("sekisho.routing")
 
 
 class Caller(Protocol):
@@ -65,9 +74,13 @@ class Gateway:
         self.tokens = tokens or Tokens()
         self.usage = usage
         self.fleet = LoadTable()
+        self.waiting = WaitingRoom()
+        self.retries = RetryBudget(snapshot.config.routing.retry_budget)
+        self.prefixes = PrefixIndex(snapshot.config.routing.prefix_index)
+        self._looked_at = time.monotonic()
         self.draining = False
         self.finished: list[Outcome] = []  # not booked yet
-        self._turns: dict[str, int] = {}  # choices made, by the first replica
+        self._turns: dict[tuple[str, int, str], int] = {}  # choices made among the same replicas
 
     async def identify(self, caller: Caller, now: Snapshot) -> Principal:
         """Who calls. Raises: AuthError."""
@@ -86,17 +99,97 @@ class Gateway:
         return principal
 
     def choose(self, model: Model, call: Call, tried: Sequence[str]) -> ReplicaState:
-        """Raises: NoReplica, UnsupportedOperation."""
-        if len(model.replicas) == 1 and not tried:  # the usual case needs no choice
-            state = self.fleet.of(model.replicas[0])
-            able = call.operation in state.replica.backend.paths
-            if able and state.has_room() and state.routable(time.monotonic()):
-                return state
-        # Callers may see different replicas of a model: each of these views goes round by itself.
-        view = model.replicas[0].id
-        turn = self._turns[view] = self._turns.get(view, -1) + 1
-        ask = Ask(call.operation, time.monotonic(), turn, getrandbits(30), tried)
-        return choose(model, [self.fleet.of(replica) for replica in model.replicas], ask)
+        """Raises: NoReplica; UnsupportedOperation, ContextTooLong when no replica could ever honour the request."""
+        states, perhaps = self.fitting(model, call)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s by %s, of: %s", model.name, model.policy, describe(states, tried, time.monotonic()))
+        if len(states) == 1 and not tried and states[0].open and states[0].has_room():
+            return states[0]  # the usual case needs no choice
+        try:
+            return self._choose(model, call, states, tried)
+        except NoReplica as error:
+            if not perhaps or isinstance(error, ModelBusy):
+                raise
+            return self._choose(model, call, perhaps, tried)
+
+    def find_place(self, model: Model, call: Call, tried: Sequence[str], priority: int) -> ReplicaState:
+        """A replica that can take a request of this priority now, without overtaking anybody who waits.
+
+        Raises: as `choose`.
+        """
+        state = self.choose(model, call, tried)
+        if self.waiting.depth and self.waiting.wants(state, priority):
+            raise ModelBusy
+        return state
+
+    def prospects(self, model: Model, call: Call, tried: Sequence[str]) -> frozenset[ReplicaState]:
+        """The replicas a request could wait for: none unless one of them is only full, or still loading."""
+        now = time.monotonic()
+        for states in self.fitting(model, call):
+            left = [state for state in states if state.replica.id not in tried]
+            if any(state.routable(now) or (state.health is Health.LOADING and not state.draining) for state in left):
+                return frozenset(left)
+        return frozenset()
+
+    def _choose(self, model: Model, call: Call, states: list[ReplicaState], tried: Sequence[str]) -> ReplicaState:
+        # Callers may see different replicas of a model, and requests fit different ones: each of these goes round by
+        # itself, or requests that take turns would meet the same replica again and again.
+        around = model.replicas[0].id, len(states), states[0].replica.id if states else ""
+        turn = self._turns.get(around, -1) + (not tried)  # a second try takes nobody's turn
+        self._turns[around] = turn
+        ask = Ask(time.monotonic(), turn, getrandbits(30), tried)
+        if model.policy == "prefix_affinity":
+            prefix = call.find_prefix()
+            ask = ask._replace(warm=self.prefixes.warm(prefix), prompt=prefix.length)
+        elif model.policy == "session_affinity":
+            ask = ask._replace(session=call.session)
+        return choose(model, states, ask)
+
+    def note_sent(self, call: Call, replica: Replica) -> int:
+        """A request goes to a replica, which will have its prompt in its cache. Returns the characters that are new
+        there, or 0 when that is too little to measure by, or unknown."""
+        if call.prefix is None:
+            return 0
+        new = self.prefixes.add(replica.id, call.prefix)
+        return new if 2 * new >= call.prefix.length else 0
+
+    def fitting(self, model: Model, call: Call) -> tuple[list[ReplicaState], list[ReplicaState]]:
+        """The replicas that can honour the request, however they are doing, and those that perhaps can although their
+        window seems small: for when none of the first is there.
+
+        Raises: UnsupportedOperation, ContextTooLong when there is none at all.
+        """
+        groups = self.fleet.alike(model, call.operation)
+        best, perhaps = fitting(groups.kinds, call)
+        if len(best) == len(groups.kinds):
+            return self.fleet.able(model, call.operation), []
+        return groups.of(best), groups.of(perhaps)
+
+    def look_elsewhere(
+        self, model: Model, call: Call, failed: Replica, error: GatewayError, tried: list[str]
+    ) -> bool:
+        """After an engine has refused a request: whether one of another kind may honour it. Those that would refuse it
+        as well count as tried from then on."""
+        groups = self.fleet.alike(model, call.operation)
+        kind = groups.kind_of(failed)
+        if kind is None or len(groups.kinds) == 1:
+            return False
+        alike = [other for other in groups.kinds if fails_alike(other, kind, error)]
+        tried.extend([state.replica.id for state in groups.of(alike)])
+        best, perhaps = self.fitting(model, call)
+        return any(state.replica.id not in tried for state in (*best, *perhaps))
+
+    def look_over(self, now: float) -> None:
+        """Called a few times a second: what follows from time alone."""
+        self.fleet.look_over(now)
+        self.waiting.look_over(now)
+        routing = self.snapshot.config.routing
+        self.retries.ratio = routing.retry_budget
+        self.retries.forget(now - self._looked_at)
+        # An engine that was away has lost its cache; one that only pauses has not.
+        self.prefixes.retain({state.replica.id for state in self.fleet if state.health not in AWAY})
+        self.prefixes.tidy(routing.prefix_index)
+        self._looked_at = now
 
     def book(self) -> None:
         """Takes finished requests into the metrics, the access log and the usage records. They are gathered and booked

@@ -124,6 +124,8 @@ class Model:
     context_length: int | None = None
     capabilities: tuple[str, ...] = ()
     limits: Limits | None = None  # of all callers together
+    max_waiting: int = 0  # requests that may wait when every replica is full
+    max_wait: float = 0.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)

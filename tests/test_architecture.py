@@ -21,12 +21,12 @@ RANKS: dict[str, int] = {
     for rank, names in enumerate((
         "units keys",
         "types errors config config_checks config_load config_schema config_shape config_values config_yaml",
-        "call formcall jsonscan multipart answers auth catalog limits media outcome routing sse usage metrics"
-        " logs dialect_tap fit addresses windows records people certificates claims",  # no network
-        "snapshot fleet",  # state, one writer each
+        "call formcall jsonscan multipart answers auth catalog limits media outcome prefixes routing sse usage metrics"
+        " logs dialect_tap fit addresses windows fairness retries records people certificates claims",  # no network
+        "snapshot fleet waiting",  # state, one writer each
         "reply cycle edge upstream passthrough engine_client probe discovery embedded limits_redis tokens store spool"
         " directory",  # all network I/O
-        "state attempt pipeline stores keybook",
+        "state attempt hedge pipeline stores keybook",
         "api admin docs_page scan",
         "app commands",
         "__main__",
@@ -57,7 +57,10 @@ NETWORK = {"socket", "ssl", "selectors", "socketserver", "redis", "httpx", "uvic
 CLOCK_AND_CHANCE = {"time", "random"}
 DECIDERS = {
     f"gateway.{name}"
-    for name in "call formcall jsonscan multipart answers auth catalog limits media routing sse dialect_tap fit".split()
+    for name in (
+        "call formcall jsonscan multipart answers auth catalog limits media prefixes routing sse dialect_tap fit"
+        " fairness retries"
+    ).split()
 }
 
 

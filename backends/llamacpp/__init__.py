@@ -11,7 +11,18 @@ from dataclasses import dataclass, field, replace
 import orjson
 
 from backends import cards
-from backends.base import JSON, EngineLoad, ModelCard, ModelFormat, OpenAICompatible, Operation, Probes
+from backends.base import (
+    ALL,
+    CONSTRAINTS,
+    JSON,
+    Capability,
+    EngineLoad,
+    ModelCard,
+    ModelFormat,
+    OpenAICompatible,
+    Operation,
+    Probes,
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,12 @@ class LlamaCpp(OpenAICompatible):
         }
     )
     probes: Probes = Probes(health="/health", load="/load")
+    # What the child refuses for its part is told here too, so that a replica of another kind can be chosen at once.
+    capabilities: frozenset[Capability] = ALL - {
+        Capability.TOOLS, Capability.TOOL_CHOICE, Capability.VISION, Capability.LOGPROBS, Capability.ECHO,
+        Capability.SUFFIX,
+    }  # fmt: skip
+    refused: frozenset[str] = CONSTRAINTS
 
     def card(self, entry: JSON) -> ModelCard:
         meta = cards.mapping(entry.get("meta"))

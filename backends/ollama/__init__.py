@@ -54,6 +54,7 @@ class Ollama(OpenAICompatible):
         Capability.N, Capability.TOOL_CHOICE, Capability.LOGIT_BIAS, Capability.ECHO, Capability.TOKEN_PROMPTS,
         Capability.RERANK, Capability.TOKENISE, Capability.CHAT_TOKENISE,
     }  # fmt: skip
+    tells: frozenset[Capability] = frozenset({Capability.TOOLS, Capability.VISION})
     refused: frozenset[str] = REFUSED
     fixes: frozenset[Operation] = CHAT_AND_TEXT | {Operation.EMBEDDINGS}
     translates: bool = True

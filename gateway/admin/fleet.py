@@ -32,8 +32,9 @@ async def models(request: Request) -> Response:
 
 @router.get("/replicas", summary="Every replica and what is known of it")
 async def replicas(request: Request) -> Response:
-    now = time.monotonic()
-    return answer(listed([replica_entry(state, now) for state in gateway_of(request).fleet]))
+    gateway, now = gateway_of(request), time.monotonic()
+    entries = [replica_entry(state, now) for state in gateway.fleet]
+    return answer(listed(entries) | {"retries_left": round(gateway.retries.left, 1)})
 
 
 @router.post("/replicas/{replica:path}/drain", summary="Send it no new requests; running ones finish")
@@ -61,7 +62,8 @@ async def reload(request: Request) -> Response:
 async def _set_draining(request: Request, replica: str, draining: bool) -> Response:
     for state in gateway_of(request).fleet:
         if state.replica.id == replica:
-            before, state.draining = state.draining, draining
+            before = state.draining
+            state.set_draining(draining, time.monotonic())
             action = "replica.drain" if draining else "replica.undrain"
             await note(request, action, replica, {"draining": before}, {"draining": draining})
             return answer(replica_entry(state, time.monotonic()))
@@ -96,17 +98,36 @@ def replica_entry(state: ReplicaState, now: float) -> dict[str, Any]:
         "address": state.replica.endpoint.unix or state.replica.endpoint.authority,
         "health": state.health,
         "detail": state.detail or None,
-        "routable": state.routable(now),
+        "routable": state.routable(now) and state.has_room(),
+        "reason": state.reason(now),
         "draining": state.draining,
         "inflight": state.inflight,
         "max_inflight": state.replica.max_inflight,
+        "breaker": breaker(state, now),
         "failures_in_a_row": state.failures,
+        "failing": round(state.failing, 3),
         "paused_s": round(max(0.0, state.paused_until - now), 1),
-        "ttft_s": round(state.ttft, 4) if state.ttft is not None else None,
+        "slow_start_s": round(max(0.0, state.slow_until - now), 1),
+        "expected_wait_s": round(state.wait, 4),
+        "service_s": rounded(state.service),
+        "ttft_s": rounded(state.ttft),
+        "tpot_s": rounded(state.tpot),
         "engine": {
             "running": load.running,
             "waiting": load.waiting,
             "kv_used": load.kv_used,
+            "prefix_hits": rounded(load.prefix_hits),
             "age_s": round(now - state.load_read_at, 1) if state.load_read_at else None,
         },
     }
+
+
+def breaker(state: ReplicaState, now: float) -> str:
+    """closed: failures are only counted; open: it gets nothing; trial: the next request, or one that runs, decides."""
+    if not state.broken:
+        return "closed"
+    return "trial" if state.trying or now >= state.paused_until else "open"
+
+
+def rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -63,7 +63,7 @@ def test_a_replica_that_is_loading_is_not_ready_and_gets_no_requests(lab: Lab) -
     loading = {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
     engine = lab.engine("llama_server")
     engine.probe = lambda x: x.reply(loading, 503)
-    lab.serve({"m": [replica(engine)]})
+    lab.serve({"m": {"queue": {"max_waiting": 0}, "replicas": [replica(engine)]}})
     lab.gateway.wait_for_replica("loading")
     answer = lab.chat()
     assert answer.status == 503 and answer.header("retry-after") and not engine.requests
@@ -372,7 +372,8 @@ def test_an_engines_own_headers_stay_with_it(lab: Lab) -> None:
                "connection": "keep-alive", "x_request_id": "engine-1"}  # fmt: skip
     lab.one(script=lambda x: x.reply(x.dialect.completion(), **private))
     answer = lab.chat()
-    assert {name for name, _ in answer.headers} <= {"x-request-id", "date", "content-type", "content-length"}
+    ours = {"x-request-id", "x-sekisho-attempts", "date", "content-type", "content-length"}
+    assert {name for name, _ in answer.headers} <= ours
     assert answer.header("x-request-id") != "engine-1"
 
 

@@ -499,7 +499,8 @@ def test_many_streams_cut_at_once_count_as_one_fall_not_as_many(lab: Lab) -> Non
 
 def test_a_full_replica_is_said_to_be_full(lab: Lab) -> None:
     release = threading.Event()
-    engine = lab.one(script=lambda x: (x.wait(release), x.stream())[1], max_inflight=1)
+    never = {"queue": {"max_waiting": 0}}
+    engine = lab.one(script=lambda x: (x.wait(release), x.stream())[1], model=never, max_inflight=1)
     with lab.gateway.wire() as wire:
         wire.send(request("POST", "/v1/chat/completions", chat(stream=True), key=lab.key))
         assert eventually(lambda: engine.running == 1)

@@ -164,9 +164,10 @@ class Fleet:
         self.first, self.own = lab.engine(), lab.engine()
         for_acme, for_other = {"tenant": pair.acme}, {"tenant": pair.other}
         self.models: dict[str, Any] = {
-            "m": [replica(self.shared), replica(self.acme, labels=for_acme, **options),
+            "m": {"queue": {"max_waiting": 0}, "replicas": [
+                  replica(self.shared), replica(self.acme, labels=for_acme, **options),
                   replica(self.other, labels=for_other, format="gguf", quantization="Q4_K_M", context_length=99_999,
-                          capabilities=["vision"])],
+                          capabilities=["vision"])]},
             "own": {"aliases": ["mine"], "replicas": [replica(self.own, labels=for_other)]},
             "any": {"replicas": [replica(self.first)], "fallbacks": ["own", "m"]},
         }  # fmt: skip

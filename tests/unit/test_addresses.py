@@ -55,6 +55,12 @@ def test_behind_trusted_proxies_the_caller_is_whom_the_first_of_them_saw(
         ("10.0.0.7", "10.0.0.7"),  # somebody on the proxies' own network
         ("2001:db8::1", "2001:db8::1"),
         ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("192.0.2.1:51234", "192.0.2.1"),
+        ("[2001:db8::1]:51234, 10.0.0.7:80", "2001:db8::1"),
+        ("[2001:db8::1]", "2001:db8::1"),
+        ("192.0.2.1, []", None),
+        ("192.0.2.1, [", None),
+        ("192.0.2.1, :", None),
         ("192.0.2.1, unknown", None),
         ("unknown, 192.0.2.1", "192.0.2.1"),
         ("192.0.2.1, unknown, 10.0.0.8", None),
@@ -83,6 +89,8 @@ def test_a_header_full_of_trusted_addresses_is_given_up_on() -> None:
     short, long = b",".join([b"10.0.0.9"] * 32), b"192.0.2.1," + b",".join([b"10.0.0.9"] * 8_000)
     assert client_address("10.0.0.1", b"192.0.2.1," + short, PROXIES) == IPv4Address("192.0.2.1")
     assert client_address("10.0.0.1", long, PROXIES) is None
+    for rest in (b"192.0.2.1:80", b"[192.0.2.1]"):
+        assert client_address("10.0.0.1", b",".join([rest, b"x", short]), PROXIES) is None
 
 
 def test_networks_of_one_version_hold_no_addresses_of_the_other() -> None:

@@ -180,7 +180,9 @@ def test_an_embedded_engine(build: Compile, tmp_path: Path) -> None:
     replica = first(snapshot, "m")
     path = str(tmp_path / "Tiny.Q4.gguf")
     assert replica.embedded == EmbeddedModel(path, None, 512, 3, -1, 2, 7, 9.0)
-    assert replica.max_inflight == 3 + 7
+    assert replica.max_inflight == 3  # whoever comes on top waits in the gateway
+    model = snapshot.models["m"]
+    assert (model.max_waiting, model.max_wait) == (7, 9.0)
     assert replica.endpoint.unix is not None
     assert replica.endpoint.unix.startswith(str(tmp_path / "sockets"))
     assert replica.upstream_model == "Tiny.Q4"
@@ -335,11 +337,3 @@ def test_a_setting_that_has_no_effect_yet_is_refused(build: Compile, text: str, 
 def test_a_setting_that_has_one_is_not(build: Compile, tmp_path: Path, text: str) -> None:
     (tmp_path / "crt").touch()
     assert build(FLEET + text).models
-
-
-@pytest.mark.parametrize("policy", ["prefix_affinity", "session_affinity"])
-def test_a_policy_that_is_not_offered_yet_is_refused(build: Compile, policy: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build(FLEET.replace("policy: round_robin", f"policy: {policy}"))
-    assert "models.other.policy" in str(caught.value)
-    assert "least_load" in str(caught.value)
