@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from ipaddress import IPv6Address, ip_address
 
 from gateway.types import Address, Network
 
 _MOST_HOPS = 32  # proxies in a row
+_WITH_PORT = re.compile(r"\[([^\],]*)\](?::\d{1,5})?|([^:,]+):\d{1,5}")
 
 
 def client_address(peer: str | None, forwarded: bytes, trusted: tuple[Network, ...]) -> Address | None:
@@ -24,7 +26,7 @@ def client_address(peer: str | None, forwarded: bytes, trusted: tuple[Network, .
     # Bounded: a header of 64 KiB made of trusted addresses is an attack, and what is left unsplit is no address.
     for hop in reversed(forwarded.decode("latin-1").rsplit(",", _MOST_HOPS)):
         if hop.strip():
-            address = _address(hop.strip())
+            address = _address(_without_port(hop.strip()))
             if not is_inside(address, trusted):
                 break
     return address
@@ -32,6 +34,12 @@ def client_address(peer: str | None, forwarded: bytes, trusted: tuple[Network, .
 
 def is_inside(address: Address | None, networks: tuple[Network, ...]) -> bool:
     return address is not None and any(address in network for network in networks)
+
+
+def _without_port(hop: str) -> str:
+    """Some proxies write the caller's port too: `192.0.2.1:51234`, `[2001:db8::1]:51234`."""
+    found = _WITH_PORT.fullmatch(hop)
+    return (found[1] or found[2] or "") if found else hop
 
 
 def _address(text: str) -> Address | None:

@@ -96,7 +96,8 @@ class EdgeProtocol(HttpToolsProtocol):
         # come twice the last one counts; nothing that is read here or forwarded may come twice.
         self._head: dict[bytes, bytes] = {}
         self.on_header = self._head.__setitem__  # type: ignore[method-assign, assignment]
-        if edge.settings.behind_proxies:
+        self._joins = edge.settings.behind_proxies
+        if self._joins:
             self.on_header = self._keep_header  # type: ignore[method-assign]
         super().__init__(*args, **kwargs)
         self.edge = edge
@@ -347,6 +348,8 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def look_after(self, now: float) -> None:
         settings = self.edge.settings
+        if self._joins != settings.behind_proxies:  # a reload came in between; the parser stays as it was made
+            self.shutdown()
         if self._close_at and now > self._close_at:
             self.transport.abort()
         elif self._paused_since and now - self._paused_since > STUCK_READER:

@@ -16,6 +16,8 @@ from gateway.errors import QuotaExceeded, RateLimited
 from gateway.types import Limit, Limits
 from gateway.windows import Budget, Counter, WallClock, Window
 
+SWEEP_FROM = 1000  # counters and places that may be left over from tenants and keys that are gone
+
 Value = TypeVar("Value", Limit, int)
 
 
@@ -165,10 +167,11 @@ class Limiter:
     def __init__(self, shared: SharedCounters | None = None) -> None:
         self.clock = WallClock()
         self.shared = shared
-        # By name, for as long as an account or a request uses them; those that know something are kept over reloads.
+        # By name, for as long as an account or a request uses them; and in `_kept` over reloads.
         self._counters: WeakValueDictionary[str, Counter] = WeakValueDictionary()
         self._places: WeakValueDictionary[str, Place] = WeakValueDictionary()
         self._kept: list[Counter | Place] = []
+        self._sweep_at = SWEEP_FROM  # of them
         self._latest = 0.0  # of the steady clock, when a counter was looked up last
         self._limits: dict[str, tuple[int, Limit]] = {}  # by counter: in which Limits its limit was, and the limit
         self._most: dict[str, tuple[int, int]] = {}  # the same by place
@@ -205,13 +208,12 @@ class Limiter:
         return _lines(account.requests, account.tokens, now)
 
     def forget_accounts(self) -> None:
-        """After a reload: limits are looked up again by name, with what was spent under it. Names under which nothing
-        is spent and nothing runs are forgotten: tenants and keys come and go for as long as the process lives."""
-        counters = [counter for counter in self._counters.values() if self._counts(counter)]
-        self._kept = [*counters, *(place for place in self._places.values() if place.running)]
+        """After a reload: limits are looked up again by name, with what was spent under it."""
+        self._kept = [*self._counters.values(), *self._places.values()]
         self._accounts.clear()
-        self._limits = {name: known for name, known in self._limits.items() if name in self._counters}
-        self._most = {name: known for name, known in self._most.items() if name in self._places}
+        if len(self._kept) >= self._sweep_at:
+            self._sweep()
+            self._sweep_at = max(SWEEP_FROM, 2 * len(self._kept))
 
     def running(self, key: str) -> int:
         place = self._places.get(key)
@@ -225,6 +227,14 @@ class Limiter:
             counter.add(used)
             self._kept.append(counter)
             self._latest = max(now, self._latest)
+
+    def _sweep(self) -> None:
+        """Forgets names under which nothing is spent and nothing runs: tenants and keys come and go for as long as the
+        process lives."""
+        self._kept = [counter for counter in self._counters.values() if self._counts(counter)]
+        self._kept += [place for place in self._places.values() if place.running]
+        self._limits = {name: known for name, known in self._limits.items() if name in self._counters}
+        self._most = {name: known for name, known in self._most.items() if name in self._places}
 
     def _counts(self, counter: Counter) -> bool:
         counter.advance(self._latest)

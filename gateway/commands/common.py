@@ -22,11 +22,12 @@ _WIDTH_OF_A_PIPE = 200  # columns: rich takes 80 where there is no terminal, and
 
 _CONFIG_HELP = "YAML file. Default: $SEKISHO_CONFIG, then gateway.yaml, then config/gateway.yaml."
 _URL_HELP = "Ask this running gateway. The key comes from $SEKISHO_ADMIN_KEY or --key-file."
+_DATABASE_HELP = "Work on this database, without a configuration, which is the better place for a password."
 ConfigOption = Annotated[Path | None, typer.Option("--config", help=_CONFIG_HELP)]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON, as the HTTP API answers.")]
 _PLACE_OPTIONS: dict[str, Any] = {
     "config": ConfigOption,
-    "database": Annotated[str | None, typer.Option(help="Work on this database, without a configuration.")],
+    "database": Annotated[str | None, typer.Option(help=_DATABASE_HELP)],
     "url": Annotated[str | None, typer.Option(help=_URL_HELP)],
     "key_file": Annotated[Path | None, typer.Option(help="File that holds the key for --url.")],
 }

@@ -51,15 +51,9 @@ class Store(Tenants, Keys, Usages, Audit):
     async def close(self) -> None:
         await self._database.close()
 
-    async def version(self) -> int:
-        """Number of the last change to tenants or keys."""
-        async with self._database.reading() as connection:
-            return (await _mark(connection)).version
-
     async def news(self, known: Mark | None) -> News | None:
-        """What a gateway that knows the database up to `known` has to learn; None = nothing.
-
-        Everything, where the database was replaced by an older one: also when as many changes were made to that since.
+        """What a gateway that knows the database up to `known` has to learn; None = nothing. All that lives, where it
+        knows nothing, or another database: an older one was put back, and as many changes were made to that since.
         """
         async with self._database.reading() as connection:
             now = await _mark(connection)
@@ -68,11 +62,6 @@ class Store(Tenants, Keys, Usages, Audit):
             whole = known is None or not await _goes_back_to(connection, known, now)
             since = 0 if known is None or whole else known.version
             return News(now, await _changes(connection, since, now.version), whole)
-
-    async def changes(self, since: int) -> Changes:
-        """What has changed after version `since`, deleted and revoked ones among it; 0 = all that live."""
-        async with self._database.reading() as connection:
-            return await _changes(connection, since, (await _mark(connection)).version)
 
 
 async def _mark(connection: AsyncConnection) -> Mark:
@@ -90,6 +79,7 @@ async def _goes_back_to(connection: AsyncConnection, known: Mark, now: Mark) -> 
 
 
 async def _changes(connection: AsyncConnection, since: int, version: int) -> Changes:
+    """What has changed after version `since`, deleted and revoked ones among it; 0 = all that live."""
     which_tenants, which_keys = tenants.living(), keys.living()
     if since > 0:
         which_tenants = select(schema.tenants).where(schema.tenants.c.changed > since)

@@ -104,6 +104,20 @@ def test_a_key_says_where_it_may_be_used_whatever_its_forwarder_looks_like(lab: 
         assert statuses(*lines) == {status}, lines
 
 
+def test_a_connection_from_before_proxies_were_trusted_is_not_read_the_old_way_for_long(lab: Lab) -> None:
+    """Its parser would go on believing the last line alone."""
+    models = {"m": [replica(lab.engine())]}
+    lab.serve(models)
+    for server in ({"trusted_proxies": ["127.0.0.0/8"]}, {}):
+        with Wire(lab.gateway.port) as idle:
+            assert idle.ask("POST", "/v1/chat/completions", chat(), key=lab.key).rest().status == 200
+            lab.serve(models, server=server)
+            assert idle.at_end()
+        with Wire(lab.gateway.port) as fresh:
+            for _ in range(2):
+                assert fresh.ask("POST", "/v1/chat/completions", chat(), key=lab.key).rest().status == 200
+
+
 # --- names that come back
 def test_a_tenant_does_not_see_what_another_of_its_name_has_used(office: Office) -> None:
     tenant = office.tenant()

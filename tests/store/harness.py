@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from gateway.records import Actor, Changes, KeyRecord, TenantRecord
+from gateway.records import Actor, Changes, KeyRecord, Mark, News, TenantRecord
 from gateway.store import Store
 from tests.servers.postgres import PASSWORD, Postgres
 
@@ -82,6 +82,22 @@ class Bench:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)
 
+    def version(self) -> int:
+        """Number of the last change to tenants or keys."""
+        return self.mark().version
+
+    def mark(self) -> Mark:
+        return self._whole().mark
+
+    def living(self) -> Changes:
+        """What a newcomer is told."""
+        return self._whole().changes
+
+    def _whole(self) -> News:
+        news = self.run(self.store.news(None))
+        assert news is not None and news.whole
+        return news
+
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.store, name)
         return lambda *args, **more: self.run(method(*args, **more))
@@ -95,13 +111,16 @@ class Follower:
     """What a gateway knows that asks for changes now and then."""
 
     def __init__(self) -> None:
-        self.version = 0
+        self.mark: Mark | None = None
         self.tenants: dict[str, TenantRecord] = {}
         self.keys: dict[str, KeyRecord] = {}
 
-    def take(self, changes: Changes) -> None:
-        assert changes.version >= self.version
-        self.version = changes.version
+    def take(self, news: News | None) -> None:
+        if news is None:
+            return
+        assert news.whole is (self.mark is None) and news.mark.version == news.changes.version
+        assert self.mark is None or news.mark.version >= self.mark.version
+        self.mark, changes = news.mark, news.changes
         for tenant in changes.tenants:
             self.tenants.pop(tenant.name, None)
             if tenant.deleted_at is None:
@@ -114,7 +133,8 @@ class Follower:
     def knows(self, all_living: Changes) -> bool:
         tenants = {tenant.name: tenant for tenant in all_living.tenants}
         keys = {one.id: one for one in all_living.keys}
-        return (self.version, self.tenants, self.keys) == (all_living.version, tenants, keys)
+        assert self.mark is not None
+        return (self.mark.version, self.tenants, self.keys) == (all_living.version, tenants, keys)
 
 
 class Contender:

@@ -60,15 +60,15 @@ steps = st.lists(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_follower_knows_what_a_newcomer_is_told(store: Bench, plan: list[Any]) -> None:
     follower = Follower()
-    follower.take(store.changes(0))
+    follower.take(store.news(None))
     for step in plan:
         if step is None:
-            follower.take(store.changes(follower.version))
+            follower.take(store.news(follower.mark))
         else:
             store.run(act(store.store, *step))
-    follower.take(store.changes(follower.version))
-    assert follower.knows(store.changes(0))
-    assert follower.version == store.version()
+    follower.take(store.news(follower.mark))
+    assert follower.knows(store.living())
+    assert follower.mark == store.mark()
     assert store.verify_audit().ok
 
 
@@ -90,14 +90,15 @@ def test_each_change_has_the_next_version(store: Bench) -> None:
 def test_changes_name_the_deleted_and_revoked_and_a_newcomer_does_not_hear_of_them(store: Bench) -> None:
     store.create_tenant(TenantRecord("acme"), ADMIN)
     store.create_key(key("k1"), ADMIN)
-    known = store.version()
+    known = store.mark()
     store.delete_tenant("acme", ADMIN)
-    version, tenants, keys = store.changes(known)
-    assert version == known + 1
+    news = store.news(known)
+    version, tenants, keys = news.changes
+    assert version == known.version + 1 and not news.whole
     assert [(tenant.name, tenant.deleted_at is None) for tenant in tenants] == [("acme", False)]
     assert [(one.id, one.revoked_at is None) for one in keys] == [("k1", False)]
-    assert store.changes(version) == (version, [], [])
-    assert store.changes(0) == (version, [], [])
+    assert store.news(news.mark) is None
+    assert store.living() == (version, [], [])
 
 
 def test_changes_are_complete_while_several_gateways_write(place: Place, open_bench: Callable[[str], Bench]) -> None:
@@ -114,12 +115,12 @@ def test_changes_are_complete_while_several_gateways_write(place: Place, open_be
     async def follow(store: Store, done: asyncio.Event) -> Follower:
         follower = Follower()
         while not done.is_set():
-            follower.take(await store.changes(follower.version))
+            follower.take(await store.news(follower.mark))
             await asyncio.sleep(0.001)
-        follower.take(await store.changes(follower.version))
+        follower.take(await store.news(follower.mark))
         return follower
 
-    async def scene() -> None:
+    async def scene() -> Follower:
         stores = [await Store.open(place.url) for _ in range(2)]
         done = asyncio.Event()
         following = asyncio.create_task(follow(bench.store, done))
@@ -131,9 +132,9 @@ def test_changes_are_complete_while_several_gateways_write(place: Place, open_be
             follower = await following
             for store in stores:
                 await store.close()
-        assert follower.knows(await bench.store.changes(0))
+        return follower
 
-    bench.run(scene())
+    assert bench.run(scene()).knows(bench.living())
     entries = bench.audit(limit=1000)
     assert [entry.seq for entry in entries] == list(range(1, len(entries) + 1))
     assert bench.version() == len(entries) > 30
@@ -147,12 +148,12 @@ def test_two_processes_write_and_a_third_misses_nothing(place: Place, open_bench
         contender.go()
     follower = Follower()
     while any(contender.running for contender in contenders):
-        follower.take(bench.changes(follower.version))
+        follower.take(bench.news(follower.mark))
     for contender in contenders:
         contender.finish()
-    follower.take(bench.changes(follower.version))
-    assert follower.knows(bench.changes(0))
-    assert len(follower.tenants) == follower.version == 60
+    follower.take(bench.news(follower.mark))
+    assert follower.knows(bench.living())
+    assert len(follower.tenants) == bench.version() == 60
     assert bench.verify_audit().ok
 
 

@@ -15,7 +15,7 @@ import asyncpg
 import pytest
 
 from gateway.errors import StoreUnavailable
-from gateway.records import TenantRecord, UsageQuery
+from gateway.records import News, TenantRecord, UsageQuery
 from gateway.store import Store
 from gateway.store.database import _Connection
 from tests.e2e.harness import eventually
@@ -41,8 +41,7 @@ def own_postgres() -> Iterator[Postgres]:
 
 def every_kind_of_call(store: Bench) -> list[Callable[[], object]]:
     return [
-        lambda: store.version(),
-        lambda: store.changes(0),
+        lambda: store.news(None),
         lambda: store.tenants(),
         lambda: store.keys(),
         lambda: store.create_tenant(TenantRecord("other"), ADMIN),
@@ -55,9 +54,9 @@ def every_kind_of_call(store: Bench) -> list[Callable[[], object]]:
     ]
 
 
-async def ask_at_once(store: Store, times: int) -> list[int]:
+async def ask_at_once(store: Store, times: int) -> list[News | None]:
     async with asyncio.timeout(30):
-        return await asyncio.gather(*(store.version() for _ in range(times)))
+        return await asyncio.gather(*(store.news(None) for _ in range(times)))
 
 
 async def until(check: Callable[[], bool]) -> None:
