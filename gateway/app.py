@@ -371,6 +371,8 @@ class Application:
     def _engine_failed(self, model: str, problem: str) -> None:
         """A configuration mistake found while starting ends the start; later on it only takes its replica down. So does
         a file that discovery has found: nobody wrote it down."""
+        for state in self._gateway.fleet:
+            state.hopeless = state.hopeless or (state.replica.embedded is not None and state.replica.model == model)
         if not self._prober.served and any(entry.name == model for entry in self._config.models):
             self._problem = problem
             self._stop()

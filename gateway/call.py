@@ -47,8 +47,18 @@ class Call:
     """
 
     __slots__ = (
-        "_prompt_tokens", "body", "max_tokens", "model", "n", "operation", "prefix", "raw", "session_id", "stream",
-        "tenant", "wants_usage",
+        "_prompt_tokens",
+        "answers",
+        "body",
+        "max_tokens",
+        "model",
+        "operation",
+        "prefix",
+        "raw",
+        "session_id",
+        "stream",
+        "tenant",
+        "wants_usage",
     )  # fmt: skip
 
     def __init__(self, operation: Operation, raw: bytes, body: JSON) -> None:
@@ -59,7 +69,7 @@ class Call:
         self.wants_usage: bool = options is not None and options.get("include_usage") is True
         limit = body.get("max_completion_tokens")
         self.max_tokens: int | None = body.get("max_tokens") if limit is None else limit
-        self.n: int = body.get("n") or 1
+        self.answers: int = (body.get("n") or 1) * _prompts(operation, body)
         self._prompt_tokens = -1
         self.tenant: Tenant | None = None  # who asks, and the session it says it belongs to: what affinity goes by
         self.session_id = b""
@@ -307,6 +317,14 @@ _CHECKS = {
 }
 
 
+def _prompts(operation: Operation, body: Mapping[str, Any]) -> int:
+    """How many prompts are answered: `/v1/completions` takes several at once."""
+    if operation is not Operation.COMPLETIONS:
+        return 1
+    prompt = body.get("prompt")
+    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+
+
 def estimate_prompt(operation: Operation, body: Mapping[str, Any]) -> int:
     """Prompt tokens, by rule of thumb: four characters a token, a fixed price for each image or sound."""
     if operation is Operation.RERANK:  # the query is read together with each document
@@ -315,7 +333,9 @@ def estimate_prompt(operation: Operation, body: Mapping[str, Any]) -> int:
     if operation is Operation.DETOKENIZE:
         return len(body["tokens"])
     if operation is Operation.CHAT or (operation is Operation.TOKENIZE and body.get("messages") is not None):
-        return sum(_TOKENS_PER_MESSAGE + _content_tokens(message.get("content")) for message in body["messages"])
+        text = sum(_TOKENS_PER_MESSAGE + _content_tokens(message.get("content")) for message in body["messages"])
+        tools = body.get("tools")  # part of the prompt in every template that knows them
+        return text if not tools else text + len(orjson.dumps(tools)) // _CHARACTERS_PER_TOKEN
     prompt = body["input" if operation in (Operation.EMBEDDINGS, Operation.SPEECH) else "prompt"]
     if isinstance(prompt, str):
         return len(prompt) // _CHARACTERS_PER_TOKEN + 1

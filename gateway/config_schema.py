@@ -314,6 +314,7 @@ class KeyConfig(Section):
 
     name: TenantName = Field(description="What logs and usage call the key. Required; unique within the tenant.")
     sha256: KeySha256 = Field(
+        repr=False,
         description=(
             "SHA-256 of the whole key, 64 hex characters. Required; `sekisho keys create --print` makes the line."
         ),

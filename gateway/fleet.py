@@ -52,9 +52,9 @@ class ReplicaState:
 
     __slots__ = (
         "assumed", "back_since", "broken", "card", "cold", "cold_ttft", "detail", "draining", "failed_probes",
-        "failing", "failures", "foreign", "health", "inflight", "load", "load_read_at", "made", "most", "open",
-        "passed_probes", "pause", "paused_until", "prefill", "probes_to_rise", "reading", "replica", "served_at",
-        "slow_until", "spent", "tpot", "trying", "ttft", "unit", "wait", "weighed_at",
+        "failing", "failures", "foreign", "health", "hopeless", "inflight", "load", "load_read_at", "made",
+        "most", "open", "passed_probes", "pause", "paused_until", "prefill", "probes_to_rise", "reading",
+        "replica", "served_at", "slow_until", "spent", "tpot", "trying", "ttft", "unit", "wait", "weighed_at",
     )  # fmt: skip
 
     def __init__(self, replica: Replica) -> None:
@@ -63,6 +63,7 @@ class ReplicaState:
         self.health = Health.UNKNOWN
         self.card: ModelCard | None = None  # what the engine says of the model, once it has been asked
         self.detail = ""  # why it is not up, for operators
+        self.hopeless = False  # an embedded engine that cannot work with what it was given
         self.failed_probes = self.passed_probes = 0  # in a row
         self.probes_to_rise = PROBES_TO_RISE
         self.back_since = -inf
@@ -93,7 +94,7 @@ class ReplicaState:
         self.adopt(replica)
 
     def adopt(self, replica: Replica) -> None:
-        self.replica = replica
+        self.replica, self.hopeless = replica, False
         self.most = sys.maxsize if replica.max_inflight is None else replica.max_inflight
         self.weigh(self.weighed_at)
 

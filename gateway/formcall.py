@@ -23,7 +23,7 @@ class FormCall(Call):
         self._span = span
         self._prompt_tokens = tokens
         self.stream = str(fields.get("stream", "")).lower() in ("true", "1", "on", "yes")
-        self.max_tokens, self.n = None, 1
+        self.max_tokens, self.answers = None, 1
 
     def for_engine(self, model: str, edits: Edits, salt: str = "") -> bytes:
         """The form with the engine's name for the model. No engine has a salt or other options to change in forms."""

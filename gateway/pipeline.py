@@ -111,7 +111,7 @@ def _budget(call: Call, model: Model) -> int:
     if not call.operation.generates:
         return call.prompt_tokens
     completion = model.max_tokens_default if call.max_tokens is None else call.max_tokens
-    return call.prompt_tokens + completion * call.n
+    return call.prompt_tokens + completion * call.answers
 
 
 async def _join_model(limiter: Limiter, lease: Lease, call: Call, model: Model) -> None:

@@ -91,8 +91,9 @@ class Prober:
             try:
                 status, body = await self._get(state, backend.probes.health)
             except UNREACHABLE as error:
-                # An embedded engine that does not listen yet is on its way up.
-                health = Health.LOADING if state.replica.embedded is not None else Health.DOWN
+                # An embedded engine that does not listen yet is on its way up, unless it has said that it cannot.
+                embedded = state.replica.embedded is not None
+                health = Health.LOADING if embedded and not state.hopeless else Health.DOWN
                 state.probe_failed(health, type(error).__name__, time.monotonic())
                 return False
             if not backend.is_ready(status, body):

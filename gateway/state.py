@@ -7,13 +7,15 @@ import time
 from collections.abc import Mapping, Sequence
 from random import getrandbits
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from gateway.addresses import client_address
 from gateway.auth import UnverifiedToken, authenticate, check_address
 from gateway.call import Call
+from gateway.config_values import is_loopback
 from gateway.errors import AuthError, GatewayError, ModelBusy, NoReplica
 from gateway.fit import fails_alike, fitting
-from gateway.fleet import Health, LoadTable, ReplicaState, describe
+from gateway.fleet import MOST_VIEWS, Health, LoadTable, ReplicaState, describe
 from gateway.limits import Limiter
 from gateway.logs import AccessLog
 from gateway.metrics import Metrics
@@ -55,6 +57,16 @@ def _holder(caller: Caller, now: Snapshot) -> Principal | None:
     return next((now.holders[name] for name in caller.certificate if name in now.holders), None)
 
 
+def _is_another_sites(headers: Mapping[bytes, bytes], *, anonymous: bool) -> bool:
+    """Whether a page of somebody else's makes a browser send this. A browser shows its certificate to whoever asks, and
+    reaches a gateway on its own machine, so identities that need no credential are not for such requests. A host name
+    that leads to this machine is the other way in (DNS rebinding)."""
+    if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+        return True
+    host = headers.get(b"host", b"localhost").decode("latin-1")
+    return anonymous and not is_loopback(urlsplit(f"//{host}").hostname or "")
+
+
 class Gateway:
     """The collaborators of `serve`. `snapshot` is replaced as a whole by a reload; everything else lives on."""
 
@@ -93,7 +105,7 @@ class Gateway:
                 check_address(principal, caller_address(caller, now))
         except AuthError:
             holder = _holder(caller, now) or now.anonymous
-            if holder is None:
+            if holder is None or _is_another_sites(caller.headers, anonymous=holder is now.anonymous):
                 raise
             return holder
         return principal
@@ -136,6 +148,8 @@ class Gateway:
         # itself, or requests that take turns would meet the same replica again and again.
         around = model.replicas[0].id, len(states), states[0].replica.id if states else ""
         turn = self._turns.get(around, -1) + (not tried)  # a second try takes nobody's turn
+        if len(self._turns) > MOST_VIEWS:
+            self._turns.clear()
         self._turns[around] = turn
         ask = Ask(time.monotonic(), turn, getrandbits(30), tried)
         if model.policy == "prefix_affinity":

@@ -68,7 +68,7 @@ class Replica:
     prefix: str  # path in front of every route of the engine, "" or "/..."
     upstream_model: str
     timeouts: Timeouts
-    heads: Mapping[Operation, bytes]  # request head up to the per-request headers
+    heads: Mapping[Operation, bytes] = field(repr=False)  # request head up to the per-request headers
     format: str | None = None
     quantization: str | None = None
     context_length: int | None = None  # tokens

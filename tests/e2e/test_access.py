@@ -367,6 +367,19 @@ def test_an_engine_sees_only_an_allow_list_of_headers(lab: Lab, credential: str 
     assert answer.header("x-request-id") == "my-trace-1"
 
 
+@pytest.mark.parametrize(
+    "header", ["sec-fetch-site: cross-site", "sec-fetch-site: same-site", "host: evil.example", "host: evil.example:8080"]
+)
+def test_nobody_is_anonymous_through_somebody_elses_page(lab: Lab, header: str) -> None:
+    """A browser on this machine reaches the gateway for any page that it shows."""
+    engine = lab.engine()
+    lab.serve({"m": [replica(engine)]}, auth={"required": False})
+    assert lab.call(chat(), key=None).status == 200
+    assert lab.call(chat(), key=None, headers=["sec-fetch-site: same-origin"]).status == 200
+    assert lab.call(chat(), key=None, headers=[header]).status == 401
+    assert lab.call(chat(), headers=[header]).status == 200  # a key is not something that a page gets by itself
+
+
 def test_an_engines_own_headers_stay_with_it(lab: Lab) -> None:
     private = {"set_cookie": "a=b", "server": "uvicorn", "x_secret": "s", "www_authenticate": "Basic",
                "connection": "keep-alive", "x_request_id": "engine-1"}  # fmt: skip

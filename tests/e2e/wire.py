@@ -194,7 +194,7 @@ def request(
 ) -> bytes:
     """The bytes of a request. `length` overrides what content-length says."""
     data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
-    lines = [f"{method} {path} HTTP/{version}", "host: gateway.test", *headers]
+    lines = [f"{method} {path} HTTP/{version}", "host: localhost", *headers]
     if key is not None:
         lines.append(f"authorization: Bearer {key}")
     if body is not None or method == "POST":

@@ -275,7 +275,7 @@ def test_any_json_is_either_a_call_that_can_be_used_or_a_bad_request(
     except BadRequest:
         return
     assert call.prompt_tokens >= 0
-    assert call.n >= 1
+    assert call.answers >= 1
     assert call.max_tokens is None or call.max_tokens >= 0
     call.for_engine("new", {})
 
@@ -326,7 +326,7 @@ def test_a_message_that_is_no_object_is_named() -> None:
 
 def test_nulls_mean_absent() -> None:
     call = parse(chat('"stream":null,"n":null,"max_tokens":null,"max_completion_tokens":null,"stream_options":null'))
-    assert (call.stream, call.n, call.max_tokens, call.wants_usage) == (False, 1, None, False)
+    assert (call.stream, call.answers, call.max_tokens, call.wants_usage) == (False, 1, None, False)
 
 
 def test_user_may_be_a_role_and_a_field() -> None:
@@ -404,3 +404,20 @@ def test_other_engines_learn_no_names_and_a_salt_only_where_they_have_one(kind: 
     assert b"acme" not in head + body and b"other" not in head
     assert orjson.loads(body).get("cache_salt") == (SALT if salted else None)
     assert b"salt" not in sent_to(kind, Tenant("anonymous"), CLAIMED)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answers"),
+    [("one", 1), (["one"], 1), (["one", "two", "three"], 3), ([1, 2, 3], 1), ([[1, 2], [3]], 2)],
+)
+def test_every_prompt_gets_its_answers(prompt: object, answers: int) -> None:
+    for n in (1, 4):
+        raw = json.dumps({"model": "m", "prompt": prompt, "n": n}).encode()
+        assert parse_call(Operation.COMPLETIONS, raw).answers == answers * n
+
+
+def test_tools_are_part_of_the_prompt() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "d" * 4000, "parameters": {}}}]
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    plain, offering = (parse_call(Operation.CHAT, json.dumps(one).encode()) for one in (body, body | {"tools": tools}))
+    assert offering.prompt_tokens - plain.prompt_tokens > 900
