@@ -303,6 +303,7 @@ class Application:
         self._prober.wake()
         self._stores.adopt(snapshot.config)
         self._adopt_people(snapshot)
+        self._gateway.look_over(time.monotonic())  # routing's settings are in force at once
         self._edge.settings = edge_settings(snapshot.config)
         wanted = {replica.endpoint for replica in replicas}
         self._upstream.retire(wanted.__contains__)

@@ -63,8 +63,14 @@ def _is_another_sites(headers: Mapping[bytes, bytes], *, anonymous: bool) -> boo
     that leads to this machine is the other way in (DNS rebinding)."""
     if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
         return True
-    host = headers.get(b"host", b"localhost").decode("latin-1")
-    return anonymous and not is_loopback(urlsplit(f"//{host}").hostname or "")
+    return anonymous and not _names_this_machine(headers.get(b"host", b"localhost").decode("latin-1"))
+
+
+def _names_this_machine(host: str) -> bool:
+    try:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:  # an unclosed bracket
+        return False
 
 
 class Gateway:

@@ -108,7 +108,7 @@ def replica_entry(state: ReplicaState, now: float) -> dict[str, Any]:
         "failing": round(state.failing, 3),
         "paused_s": round(max(0.0, state.paused_until - now), 1),
         "slow_start_s": round(max(0.0, state.slow_until - now), 1),
-        "expected_wait_s": round(state.wait, 4),
+        "expected_wait_s": round(state.wait, 6),
         "service_s": rounded(state.service),
         "ttft_s": rounded(state.ttft),
         "tpot_s": rounded(state.tpot),

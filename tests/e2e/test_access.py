@@ -368,7 +368,7 @@ def test_an_engine_sees_only_an_allow_list_of_headers(lab: Lab, credential: str 
 
 
 @pytest.mark.parametrize(
-    "header", ["sec-fetch-site: cross-site", "sec-fetch-site: same-site", "host: evil.example", "host: evil.example:8080"]
+    "header", ["sec-fetch-site: cross-site", "sec-fetch-site: same-site", "host: evil.example", "host: [abc"]
 )
 def test_nobody_is_anonymous_through_somebody_elses_page(lab: Lab, header: str) -> None:
     """A browser on this machine reaches the gateway for any page that it shows."""
