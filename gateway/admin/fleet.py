@@ -130,4 +130,4 @@ def breaker(state: ReplicaState, now: float) -> str:
 
 
 def rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+    return None if value is None else round(value, 6)
