@@ -89,7 +89,7 @@ class Engine(asyncio.Protocol):
 def request(body: dict, credential: str = KEY) -> bytes:
     data = json.dumps({"model": "mock", "messages": [{"role": "user", "content": "Explain key-value caches."}], **body})
     key, length = f"authorization: Bearer {credential}", f"content-length: {len(data)}"
-    lines = ("POST /v1/chat/completions HTTP/1.1", "host: x", key, length)
+    lines = ("POST /v1/chat/completions HTTP/1.1", "host: localhost", key, length)
     return ("\r\n".join(lines) + "\r\n\r\n" + data).encode()
 
 
