@@ -26,7 +26,7 @@ RANKS: dict[str, int] = {
         "snapshot fleet waiting",  # state, one writer each
         "reply cycle edge upstream passthrough engine_client probe discovery embedded limits_redis tokens store spool"
         " directory",  # all network I/O
-        "state attempt hedge pipeline stores keybook",
+        "state attempt hedge forward pipeline stores keybook",
         "api admin docs_page scan",
         "app commands",
         "__main__",

@@ -1,5 +1,5 @@
 """The gateway, in virtual time: its own code decides, on its own records. What is written anew here is only the order
-of calls that `gateway.state`, `gateway.pipeline` and `gateway.attempt` make around it."""
+of calls that `gateway.state`, `gateway.forward` and `gateway.attempt` make around it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from random import Random
 from backends.base import OpenAICompatible, Operation
 from gateway.errors import GatewayError, ModelBusy
 from gateway.fleet import Health, LoadTable, ReplicaState
-from gateway.pipeline import MOST_ATTEMPTS
+from gateway.forward import MOST_ATTEMPTS
 from gateway.prefixes import ENDS, NOTHING, Chain, PrefixIndex
 from gateway.probe import INTERVAL
 from gateway.retries import RetryBudget
