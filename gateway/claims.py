@@ -18,7 +18,7 @@ from jose import jwk
 from jose.exceptions import JWKError
 from pydantic import TypeAdapter, ValidationError
 
-from gateway.config_schema import JwtConfig
+from gateway.config_access import JwtConfig
 from gateway.config_values import Glob, tenant_name
 from gateway.errors import AuthError
 from gateway.people import TenantPolicy, member

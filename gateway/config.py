@@ -1,8 +1,9 @@
 """The configuration: `load` reads and checks a file, `schema` describes it, the `*Config` models are what it becomes.
 
     config_yaml    file -> values with lines            config_values   names, URLs, paths, networks
-    config_load    environment, `*_file`, overrides     config_schema   the models
-    config_shape   what a field takes                   config_checks   what sections must agree on
+    config_load    environment, `*_file`, overrides     config_shape    what a field takes
+    config_schema  the models, section by section in config_server, config_access and config_models
+    config_checks  what sections must agree on
 
 `python -m gateway.config --schema` prints the JSON Schema.
 """
@@ -18,32 +19,41 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from gateway.config_checks import check
-from gateway.config_load import Source, nearest, read_source
-from gateway.config_schema import (
+from gateway.config_access import (
     AuthConfig,
     CertificateConfig,
-    Config,
-    DiscoveryConfig,
-    EngineAccess,
     JwtConfig,
     KeyConfig,
     LimitsConfig,
-    LimitsStoreConfig,
-    LoggingConfig,
-    MediaConfig,
-    MetricsConfig,
+    Role,
+    TenantConfig,
+    ToolsConfig,
+)
+from gateway.config_checks import check
+from gateway.config_load import Source, nearest, read_source
+from gateway.config_models import (
+    DiscoveryConfig,
+    EngineAccess,
     ModelConfig,
     Policy,
     QueueConfig,
     ReplicaConfig,
-    Role,
+    TimeoutsConfig,
+)
+from gateway.config_schema import (
+    Config,
+)
+from gateway.config_server import (
+    LimitsStoreConfig,
+    LoggingConfig,
+    MediaConfig,
+    MetricsConfig,
+    ProvenanceConfig,
     RoutingConfig,
     ServerConfig,
     StateConfig,
-    TenantConfig,
-    TimeoutsConfig,
     TlsConfig,
+    TracingConfig,
 )
 from gateway.config_shape import FILE_FORM, shape_of
 from gateway.config_yaml import ConfigError, Problem, StartupError
@@ -66,6 +76,7 @@ __all__ = [
     "ModelConfig",
     "Policy",
     "Problem",
+    "ProvenanceConfig",
     "QueueConfig",
     "Rate",
     "ReplicaConfig",
@@ -77,6 +88,8 @@ __all__ = [
     "TenantConfig",
     "TimeoutsConfig",
     "TlsConfig",
+    "ToolsConfig",
+    "TracingConfig",
     "load",
     "schema",
 ]

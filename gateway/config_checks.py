@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from gateway.config_load import nearest
-from gateway.config_schema import Config, ReplicaConfig
+from gateway.config_models import ReplicaConfig
+from gateway.config_schema import Config
 from gateway.config_shape import walk_sections
 from gateway.config_values import is_loopback
 from gateway.config_yaml import KeyPath

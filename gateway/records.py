@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gateway.config_schema import LimitsConfig
+from gateway.config_access import LimitsConfig
 from gateway.types import Network
 
 JSON = dict[str, Any]

@@ -20,7 +20,8 @@ RANKS: dict[str, int] = {
     name: rank
     for rank, names in enumerate((
         "units keys",
-        "types errors config config_checks config_load config_schema config_shape config_values config_yaml",
+        "types errors config config_checks config_load config_schema config_shape config_values config_yaml"
+        " config_section config_server config_access config_models",
         "call formcall jsonscan multipart answers auth catalog limits media outcome prefixes routing sse usage metrics"
         " logs dialect_tap fit addresses windows fairness retries records people certificates claims",  # no network
         "snapshot fleet waiting",  # state, one writer each

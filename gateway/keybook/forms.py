@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails
 
+from gateway.config_access import LimitsConfig, Role
 from gateway.config_load import nearest
-from gateway.config_schema import LimitsConfig, Role
 from gateway.config_values import Glob, NetworkField, TenantName, Weight, Whole
 from gateway.config_yaml import dotted
 from gateway.errors import BadRequest

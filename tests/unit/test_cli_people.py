@@ -21,7 +21,7 @@ import yaml
 
 from gateway.__main__ import main
 from gateway.config import load
-from gateway.config_schema import KeyConfig
+from gateway.config_access import KeyConfig
 from gateway.keys import digest
 from tests.e2e.harness import free_port
 
