@@ -49,8 +49,9 @@ fmt:       ## fixes what ruff can fix: import order, outdated syntax
 lock: dev  ## requirements.lock and requirements-dev.lock from pyproject.toml
 	@scripts/lock.sh
 
-schema: dev ## config/schema.json from the configuration models
+schema: dev ## config/schema.json and docs/configuration.md from the configuration models
 	@$(PY) -m gateway.config --schema > config/schema.json.tmp && mv config/schema.json.tmp config/schema.json
+	@$(PY) -m gateway.config --docs > docs/configuration.md.tmp && mv docs/configuration.md.tmp docs/configuration.md
 
 bench: dev ## added latency and CPU per request (BENCH=script, ARGS=... for it)
 	@[ -f '$(BENCH)' ] || { echo "sekisho: $(BENCH) is not there: name the benchmark with BENCH=path" >&2; exit 2; }

@@ -1,4 +1,4 @@
-"""The `sekisho` command: serve, check, scan, keys, tenants, usage, audit, version.
+"""The `sekisho` command: serve, check, scan, models, keys, tenants, usage, audit, version.
 
 Exit codes: 0 fine, 1 failed while running, 2 the user must change something. Errors are single lines on stderr.
 Commands import what they need themselves, so that `sekisho version` does not wait for the gateway to load.
@@ -15,6 +15,7 @@ from typer.exceptions import TyperException
 
 from gateway.commands.common import ConfigOption, config_path, print_tables, stop
 from gateway.commands.keys import keys_app
+from gateway.commands.models import models_app
 from gateway.commands.reports import audit_app, usage
 from gateway.commands.tenants import tenants_app
 
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 app.add_typer(keys_app, name="keys")
 app.add_typer(tenants_app, name="tenants")
+app.add_typer(models_app, name="models")
 app.command()(usage)
 app.add_typer(audit_app, name="audit")
 
@@ -61,17 +63,19 @@ def serve(
 @app.command()
 def check(config: ConfigOption = None) -> None:
     """Validate the configuration and print the fleet it describes."""
-    import backends
-    from gateway.config import ConfigError, load
-    from gateway.snapshot import compile_config
+    from gateway.config import ConfigError
+    from gateway.configured import Files
+    from gateway.provenance import beyond_reach
 
-    path = config_path(config)
+    files = Files(config_path(config), {}, Path())
     try:
-        loaded = load(path, kinds=backends.kinds())
-        compile_config(loaded, backends.load, Path(), str(path))
+        loaded = files.read()
+        files.compile(loaded)
     except ConfigError as error:
         stop(str(error))
     print_tables(_models_table(loaded), _tenants_table(loaded))
+    for line in (*files.complaints, *filter(None, [beyond_reach(loaded)])):
+        typer.echo(line, err=True)
 
 
 @app.command()

@@ -14,8 +14,11 @@ from backends.base import Backend, Operation
 from backends.failures import Failure, FailureKind, read_failure
 from gateway import jsonscan
 from gateway.call import Call
+from gateway.errors import GatewayError, ToolCallNotAllowed
 from gateway.sse import read_usage
-from gateway.types import Usage
+from gateway.tools import screen_answer
+from gateway.traces import Leg, said_by
+from gateway.types import ToolPolicy, Usage
 
 _VECTOR = re.compile(rb'"embedding"[ \t\n\r]*:[ \t\n\r]*(["\[])')
 
@@ -31,10 +34,13 @@ class Answer:
     body: bytes
     usage: Usage | None = None
     failure: Failure | None = None
+    error: GatewayError | None = None  # why its tenant may not have it
+    stripped: int = 0  # calls that its tenant may not have
 
 
-def read_answer(call: Call, body: bytes, backend: Backend | None = None) -> Answer:
-    """Checks an engine's 200, reads its usage and gives it the name the client asked for."""
+def read_answer(call: Call, body: bytes, backend: Backend | None = None, leg: Leg | None = None) -> Answer:
+    """Checks an engine's 200, reads its usage and gives it the name the client asked for. `leg`: while tracing is on,
+    where it is noted what the answer says of itself."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -48,6 +54,8 @@ def read_answer(call: Call, body: bytes, backend: Backend | None = None) -> Answ
     if not isinstance(document, dict):
         return Answer(b"", failure=Failure(FailureKind.BROKEN, "The engine's answer is not a JSON object."))
     usage = read_usage(document.get("usage"))
+    if leg is not None:
+        leg.said = said_by(document)
     if call.operation is Operation.EMBEDDINGS:
         converted = _with_encoding(body, document, call.body.get("encoding_format"))
         if converted is None:
@@ -61,7 +69,17 @@ def read_answer(call: Call, body: bytes, backend: Backend | None = None) -> Answ
             return Answer(b"", usage, Failure(FailureKind.BROKEN, "The engine's answer does not hold what was asked."))
     elif not _is_finished(document):
         return Answer(b"", usage, Failure(FailureKind.BROKEN, "The engine's answer holds no finished choice."))
+    elif call.tools is not None:
+        return _screened(call, body, document, call.tools, usage)
     return Answer(_named(body, document, call.model), usage)
+
+
+def _screened(call: Call, body: bytes, document: dict[str, Any], policy: ToolPolicy, usage: Usage | None) -> Answer:
+    try:
+        stripped = screen_answer(document, policy)
+    except ToolCallNotAllowed as error:
+        return Answer(b"", usage, error=error)
+    return Answer(_named(orjson.dumps(document) if stripped else body, document, call.model), usage, stripped=stripped)
 
 
 def _total(usage: Any) -> Usage | None:
@@ -76,9 +94,13 @@ def _is_finished(document: dict[str, Any]) -> bool:
 
 
 def _named(body: bytes, document: dict[str, Any], asked: str) -> bytes:
-    if document.get("model") == asked or "model" not in document:
+    name = document.get("model", asked)
+    if name == asked:
         return body
-    return jsonscan.splice(body, {"model": orjson.dumps(asked)})
+    if not isinstance(name, str):
+        return jsonscan.splice(body, {"model": orjson.dumps(asked)})
+    start, end = jsonscan.text_span(body, "model")
+    return b"%b%b%b" % (body[:start], orjson.dumps(asked), body[end:])
 
 
 def _with_encoding(body: bytes, document: dict[str, Any], wanted: str | None) -> bytes | None:

@@ -24,6 +24,7 @@ from gateway.docs_page import documented_operations, render, with_refusals
 from gateway.edge import HOT_ROUTES
 from gateway.errors import Forbidden, GatewayError, Internal, MethodNotAllowed, NotFound
 from gateway.fleet import Health
+from gateway.peers import Peers
 from gateway.state import Gateway, caller_address
 from gateway.types import Model, Principal
 
@@ -44,11 +45,19 @@ class Gatekeeper:
             return
         scope["state"]["request_id"] = request_id = new_request_id()
 
+        state = scope["state"]
+
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                if "cors" in state:
+                    message["headers"] += state["cors"]
             await send(message)
 
+        if "preflight" in state:  # it bears no key, and is told nothing but what the operator allows
+            await tagged({"type": "http.response.start", "status": 204, "headers": state["preflight"]})
+            await send({"type": "http.response.body"})
+            return
         try:
             await self._admit(scope)
         except GatewayError as error:
@@ -126,7 +135,10 @@ def readiness(gateway: Gateway) -> str:
 async def prometheus(request: Request) -> Response:
     gateway = gateway_of(request)
     gateway.book()
-    return Response(gateway.metrics.page(), media_type=metrics.CONTENT_TYPE)
+    peers: Peers = request.app.state.peers
+    page = await peers.page(gateway.metrics.collect())
+    text, kind = metrics.page(page, request.headers.get("accept", ""))
+    return Response(text, headers={"content-type": kind, "vary": "accept"})
 
 
 @router.get("/v1/models", tags=["models"], summary="The models this key may use")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,13 +28,17 @@ from gateway.passthrough import Passing, is_whole, media_type, read_document
 from gateway.reply import Reply
 from gateway.sse import StreamTap
 from gateway.state import Gateway
+from gateway.tool_tap import Screening, tap_for
+from gateway.tracecontext import passed_on
+from gateway.traces import Leg
 from gateway.types import Replica, Tenant, Usage
 
-PARSE_IN_THREAD_ABOVE = 1024 * 1024  # bytes of a document whose parsing would hold up everybody else
+PARSE_IN_THREAD_ABOVE = 256 * 1024  # bytes of a document whose parsing would hold up everybody else
 # One thread: the parser keeps the interpreter to itself, and with several of them the event loop would wait for each.
 PARSER = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
 ATTEMPTS = [b"x-sekisho-attempts: %d\r\n" % number for number in range(100)]
+STRIPPED = b"x-sekisho-tools-stripped: %d\r\n"  # calls that were taken out of the answer
 
 log = logging.getLogger("sekisho")
 
@@ -42,7 +47,8 @@ class Attempt:
     """One request to one replica. For a stream it is the sink between the engine's socket and the client's."""
 
     __slots__ = (
-        "_cold", "_cycle", "_gateway", "_outcome", "_reading", "_reply", "_trial", "call", "shown", "state", "tap",
+        "_cold", "_cycle", "_gateway", "_leg", "_outcome", "_reading", "_reply", "_trial", "call", "shown", "state",
+        "tap",
     )  # fmt: skip
 
     def __init__(self, gateway: Gateway, call: Call, cycle: HotCycle, outcome: Outcome, state: ReplicaState) -> None:
@@ -52,6 +58,7 @@ class Attempt:
         self._reply: Reply | None = None
         self._trial = False  # it finds out whether the replica is back
         self._cold = 0  # characters of the prompt that its engine has to read, as far as known
+        self._leg: Leg | None = None  # while tracing is on
         self.shown = False  # the client has seen an event of this answer: from here on there is no second try
 
     async def run(self, trial: bool | None = None) -> None:
@@ -63,8 +70,11 @@ class Attempt:
         replica = outcome.replica = state.replica
         cycle.keepalives = call.stream and not call.operation.passes
         reply: Reply | None = None
+        if outcome.trace is not None:
+            self._leg = outcome.trace.begin(call, replica)
         self._trial = state.begin() if trial is None else trial
-        self._cold = self._gateway.note_sent(call, replica)
+        if call.prefix is not None:
+            self._cold = self._gateway.note_sent(call, replica)
         self._reading = call.stream and not call.operation.passes
         if self._reading:
             state.begin_reading()
@@ -90,6 +100,8 @@ class Attempt:
                 state.end_reading()
             if reply is not None:
                 reply.close()
+            if self._leg is not None:
+                self._leg.end(outcome, reply.status if reply is not None else 0, self.tap, sys.exception())
         outcome.status = 200
         if replica.backend.cuts_prompts and outcome.usage is not None and looks_cut(call, outcome.usage):
             self._gateway.metrics.cut_prompts[replica.id,] += 1
@@ -106,7 +118,7 @@ class Attempt:
         cycle.route_headers = route_headers(outcome, expose=self._gateway.snapshot.expose_route)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("request %s: attempt %d goes to %s", cycle.request_id, outcome.attempts, replica.id)
-        return request_bytes(replica, self.call, cycle, outcome.principal.tenant)
+        return request_bytes(replica, self.call, cycle, outcome.principal.tenant, self._leg)
 
     def _measure(self) -> None:
         """What a good answer says of its replica."""
@@ -125,14 +137,18 @@ class Attempt:
         outcome.upstream_ended = time.monotonic()
         if len(body) > PARSE_IN_THREAD_ABOVE:
             answer: Answer = await asyncio.get_running_loop().run_in_executor(
-                PARSER, read_answer, self.call, body, self.state.replica.backend
+                PARSER, read_answer, self.call, body, self.state.replica.backend, self._leg
             )
         else:
-            answer = read_answer(self.call, body, self.state.replica.backend)
+            answer = read_answer(self.call, body, self.state.replica.backend, self._leg)
         if answer.failure is not None:
             raise from_failure(answer.failure)
         outcome.usage = answer.usage or self._estimate(len(body) // 4 if self.call.operation.generates else 0)
-        self._cycle.answer(200, answer.body)
+        if answer.error is not None:
+            raise answer.error
+        if answer.stripped:
+            outcome.tools_stripped = self.call.withheld + answer.stripped
+        self._cycle.answer(200, answer.body, STRIPPED % answer.stripped if answer.stripped else b"")
 
     async def _relay(self, reply: Reply) -> None:
         call, backend = self.call, self.state.replica.backend
@@ -141,7 +157,9 @@ class Attempt:
         cycle, outcome = self._cycle, self._outcome
         fixer = backend.stream_fixer(call.operation) if call.operation in backend.fixes else None
         strip, most = not call.wants_usage, self._gateway.snapshot.max_event
-        if fixer is None:
+        if call.tools is not None:
+            tap: StreamTap = tap_for(call.tools, backend, fixer, call.model, strip_usage=strip, max_event=most)
+        elif fixer is None:
             tap = StreamTap(call.model, strip_usage=strip, max_event=most)
         else:
             tap = FixingTap(backend, fixer, call.model, strip_usage=strip, max_event=most)
@@ -161,8 +179,10 @@ class Attempt:
             cycle.detach()
             if tap.events or tap.usage:
                 outcome.usage = tap.usage or self._estimate(tap.tokens)
+            if isinstance(tap, Screening):
+                outcome.tools_stripped = call.withheld + tap.stripped
         if tap.failure is not None:
-            raise from_failure(tap.failure)
+            raise tap.error()
         if not tap.complete:
             raise UpstreamBroken("The engine ended the stream before the answer was finished.")
 
@@ -213,7 +233,7 @@ class Attempt:
                     self._trial = False
                     self.state.end_trial(self._outcome.first_token)
         if tap.failure is not None and self._reply is not None:
-            self._reply.fail(from_failure(tap.failure))  # not when the engine gets round to closing
+            self._reply.fail(tap.error())  # not when the engine gets round to closing
         elif tap.done and self._reply is not None:
             self._reply.linger()
 
@@ -230,6 +250,7 @@ class Attempt:
 
     def blame(self, error: GatewayError) -> None:
         """Books a failed attempt against its replica, unless the replica is not to blame."""
+        error.forget_frames()
         now = time.monotonic()
         kind = error.kind if isinstance(error, UpstreamError) else "busy"
         self._gateway.metrics.failures[self.state.replica.id, kind] += 1
@@ -247,8 +268,9 @@ def route_headers(outcome: Outcome, *, expose: bool) -> bytes:
     return lines + b"x-sekisho-replica: %b\r\nx-sekisho-policy: %b\r\n" % (replica.id.encode(), model.policy.encode())
 
 
-def request_bytes(replica: Replica, call: Call, cycle: HotCycle, tenant: Tenant) -> bytes:
+def request_bytes(replica: Replica, call: Call, cycle: HotCycle, tenant: Tenant, leg: Leg | None = None) -> bytes:
     """Head and body for an engine. Nothing of the client's head goes along but its trace context and request id.
+    `leg`: while tracing is on, the span that the engine's own belong under.
 
     Who the tenant is, an engine learns from the gateway alone, and only as far as it keeps tenants apart.
     """
@@ -263,9 +285,10 @@ def request_bytes(replica: Replica, call: Call, cycle: HotCycle, tenant: Tenant)
     else:
         salt = tenant.salt if call.operation in backend.salted else ""
         body = call.for_engine(replica.upstream_model, backend.edits(call.operation, call.body), salt)
-    for name in (b"traceparent", b"tracestate"):
-        if name in cycle.headers:
-            more += b"%b: %b\r\n" % (name, cycle.headers[name])
+    if leg is not None:
+        more += leg.headers
+    elif b"traceparent" in cycle.headers:
+        more += passed_on(cycle.headers)
     if replica.embedded is not None:
         more += b"x-sekisho-tenant: %b\r\n" % tenant.name.encode()  # its queue is fair between tenants
     return b"%bx-request-id: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (

@@ -17,13 +17,13 @@ from backends.base import REMOVE, SALT_FIELD, Edits, Operation
 from gateway import jsonscan
 from gateway.errors import BadRequest, InvalidBody
 from gateway.prefixes import Chain, chain_of, chat_text, completion_text
-from gateway.types import Tenant
+from gateway.types import Tenant, ToolPolicy
 
 JSON = dict[str, Any]
 
-_EXACT_ABOVE = 256 * 1024  # bytes; counting every key in a larger body costs more than finding the members
+_MOST_KEYS = 48  # each is counted in all of the body: many keys are found faster by walking over them
+_MOST_NODES = 500_000  # objects and lists of one body; each takes twenty times the bytes it is written with
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:3[0-9]|[46][1-9a-fA-F]|[57][0-9aA]|5[fF])")  # another way to spell a key
-_MODEL = re.compile(rb'"model"[ \t\n\r]*:[ \t\n\r]*')
 _QUOTED = {
     key: b'"%b"' % key.encode()
     for key in (
@@ -44,6 +44,7 @@ class Call:
     """One parsed request.
 
     `raw` is the body as it came and `body` its parsed form, which is never written to: what changes, changes in bytes.
+    Only a tool policy puts others in the place of both.
     """
 
     __slots__ = (
@@ -58,7 +59,9 @@ class Call:
         "session_id",
         "stream",
         "tenant",
+        "tools",
         "wants_usage",
+        "withheld",
     )  # fmt: skip
 
     def __init__(self, operation: Operation, raw: bytes, body: JSON) -> None:
@@ -73,6 +76,8 @@ class Call:
         self._prompt_tokens = -1
         self.tenant: Tenant | None = None  # who asks, and the session it says it belongs to: what affinity goes by
         self.session_id = b""
+        self.tools: ToolPolicy | None = None  # what its answer may call; None = anything
+        self.withheld = 0  # tools that were taken out of the request
         self.prefix: Chain | None = None  # once a policy has asked for it
 
     def find_prefix(self) -> Chain:
@@ -119,7 +124,7 @@ class Call:
         raw = self.raw
         opening = raw.index(b"{") + 1 if added else 0
         if model != self.model:
-            start, end = _model_span(raw)
+            start, end = jsonscan.text_span(raw, "model")
             return b"%b%b%b%b%b" % (raw[:opening], added, raw[opening:start], orjson.dumps(model), raw[end:])
         return b"%b%b%b" % (raw[:opening], added, raw[opening:]) if added else raw
 
@@ -142,6 +147,8 @@ def parse_call(operation: Operation, raw: bytes) -> Call:
 
     Raises: InvalidBody, BadRequest; each names the field and what to write instead.
     """
+    if len(raw) > _MOST_NODES and raw.count(b"{") + raw.count(b"[") > _MOST_NODES:
+        raise InvalidBody(f"The body has more than {_MOST_NODES} objects and lists. Send several smaller requests.")
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -165,7 +172,8 @@ def _keys_are_unique(raw: bytes, body: JSON) -> bool:
     A key that occurs once as a quoted string anywhere in the body occurs once as a key. Anything less clear is counted
     exactly.
     """
-    if len(raw) <= _EXACT_ABOVE and (b"\\u00" not in raw or not _ESCAPED_LETTER.search(raw)):
+    spelt_out = b"\\u00" in raw and _ESCAPED_LETTER.search(raw)
+    if len(raw) <= jsonscan.EXACT_ABOVE and len(body) <= _MOST_KEYS and not spelt_out:
         for key in body:
             quoted = _QUOTED.get(key)
             if quoted is None:
@@ -177,24 +185,6 @@ def _keys_are_unique(raw: bytes, body: JSON) -> bool:
         else:
             return True
     return len(jsonscan.members(raw)) == len(body)
-
-
-def _model_span(raw: bytes) -> tuple[int, int]:
-    """Offsets of the top-level model's value, quotes included."""
-    if (
-        len(raw) <= _EXACT_ABOVE
-        and raw.count(b'"model"') == 1
-        and b"\\u00" not in raw  # the top-level key may be spelled with escapes, and this one be another's
-        and (key := _MODEL.search(raw))
-    ):
-        start = key.end()
-        end = raw.find(b'"', start + 1)
-        if raw.find(b"\\", start, end) < 0:
-            return start, end + 1
-    for member in jsonscan.walk(raw):
-        if member.key == "model":
-            return member.value, member.end
-    raise InvalidBody("The body has no model.")  # unreachable after parse_call: the parser saw one
 
 
 def _wrong(body: JSON, field: str, what: str) -> BadRequest:

@@ -5,13 +5,14 @@
     config_schema  the models, section by section in config_server, config_access and config_models
     config_checks  what sections must agree on
 
-`python -m gateway.config --schema` prints the JSON Schema.
+`python -m gateway.config --schema` prints the JSON Schema, `--docs` the page about the configuration (`config_docs`).
 """
 
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +30,7 @@ from gateway.config_access import (
     TenantConfig,
     ToolsConfig,
 )
-from gateway.config_checks import check
+from gateway.config_checks import Finding, check
 from gateway.config_load import Source, nearest, read_source
 from gateway.config_models import (
     DiscoveryConfig,
@@ -120,11 +121,13 @@ def load(
     kinds: Collection[str],
     environ: Mapping[str, str] = os.environ,
     overrides: Mapping[str, object] = _NOTHING,
+    more_checks: Iterable[Callable[[Config, Source], Iterable[Finding]]] = (),
 ) -> Config:
     """Read, complete and check a configuration file.
 
     Args:    path: YAML or JSON. kinds: the backends there are. environ: for `${NAME}` and `SEKISHO__…`.
              overrides: scalars by dotted path, such as {"server.port": 9090}; they win over the environment.
+             more_checks: for who knows more than the file says; they run beside the cross checks.
     Returns: the configuration with absolute paths; every replica's `backend` is one of `kinds`.
     Raises:  ConfigError: with all problems of the first stage (file, values, cross checks) that has any.
     """
@@ -137,7 +140,8 @@ def load(
         # A list is also "too short" once its only item is wrong; that says nothing new.
         wrong = [one for one in details if one["type"] != "too_short" or not one["input"]]
         raise ConfigError(_sorted(_translate(source, one) for one in wrong)) from None
-    found = [source.problem(one.path, one.message, one.hint) for one in check(config, kinds, source.show)]
+    findings = (check(config, kinds, source.show), *(more(config, source) for more in more_checks))
+    found = [source.problem(one.path, one.message, one.hint) for one in chain.from_iterable(findings)]
     if found:
         raise ConfigError(_sorted(found))
     return config
@@ -219,8 +223,16 @@ def _split(described: dict[str, Any], more: list[dict[str, Any]]) -> dict[str, A
     return {"anyOf": [*inner.get("anyOf", [inner]), *more], **outer}
 
 
+def _documents(arguments: list[str]) -> str:
+    """What the documents of the repository are made of. Raises: SystemExit."""
+    if arguments == ["--schema"]:
+        return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
+    if arguments == ["--docs"]:
+        from gateway import config_docs  # only the sources have its introduction
+
+        return config_docs.page(config_docs.INTRODUCTION.read_text("utf-8"))
+    sys.exit("usage: python -m gateway.config --schema > config/schema.json, or --docs > docs/configuration.md")
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--schema"]:
-        sys.exit("usage: python -m gateway.config --schema > config/schema.json")
-    json.dump(schema(), sys.stdout, indent=2, ensure_ascii=False)
-    sys.stdout.write("\n")
+    sys.stdout.write(_documents(sys.argv[1:]))

@@ -160,11 +160,16 @@ class ToolsConfig(Section):
 
     allow: tuple[Glob, ...] = Field(
         ("*",),
-        description='Names of functions, as globs. Default ["*"]: every one; [] is none.',
+        max_length=1000,
+        description=(
+            "Names of functions and custom tools, as globs; a tool of another type, such as web_search, goes by its "
+            'type. Default ["*"]: every one; [] is none.'
+        ),
     )
-    deny: tuple[Glob, ...] = Field((), description="Names of functions, stronger than `allow`. Default none.")
+    deny: tuple[Glob, ...] = Field((), max_length=1000, description="Such names, stronger than `allow`. Default none.")
     types: tuple[Glob, ...] = Field(
         ("*",),
+        max_length=1000,
         description='Types of tools, such as function or web_search. Default ["*"]: every one.',
     )
     on_violation: Literal["refuse", "strip"] = Field(

@@ -5,6 +5,7 @@ Each check yields what it finds; none stops the next, so a user sees everything 
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,6 +17,10 @@ from gateway.config_values import is_loopback
 from gateway.config_yaml import KeyPath
 
 Show: TypeAlias = Callable[[KeyPath, str], str]  # a value for a message, hidden when it may be a secret
+
+# What a reload leaves as it is. Sections stand for all of their keys.
+RESTART_ONLY = ("server.host", "server.port", "server.workers", "state", "logging.format", "logging.level")
+SWITCHED_BY_RESTART = ("server.tls",)  # its files and options change with a reload
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,16 @@ def check(config: Config, kinds: Collection[str], show: Show) -> Iterator[Findin
     yield from _issuers(config)
     yield from _backends(config, kinds, show)
     yield from _files(config)
+
+
+def stays(old: Config, new: Config) -> Iterator[str]:
+    """What `new` changes and a running gateway does not take over, in words for the log."""
+    for path in RESTART_ONLY:
+        if attrgetter(path)(old) != attrgetter(path)(new):
+            yield f"{path} changes only with a restart"
+    for path in SWITCHED_BY_RESTART:
+        if (attrgetter(path)(old) is None) != (attrgetter(path)(new) is None):
+            yield f"{path} is switched on or off only with a restart"
 
 
 def _server(config: Config) -> Iterator[Finding]:
@@ -145,8 +160,8 @@ def _files(config: Config) -> Iterator[Finding]:
     for base, section in walk_sections(config):
         for name in type(section).model_fields:
             value = getattr(section, name)
-            # The spool's folder is made when it is needed.
-            if isinstance(value, Path) and name != "spool" and (wrong := _file_problem(name, value)):
+            # The spool's folder is made when it is needed, and the lock file by a command that reads this file first.
+            if isinstance(value, Path) and name not in ("spool", "lock_file") and (wrong := _file_problem(name, value)):
                 yield Finding((*base, name), wrong, "correct the path; relative ones start at this file's folder")
 
 

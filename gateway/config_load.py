@@ -34,6 +34,7 @@ class Source:
     shape: Shape
     origins: dict[KeyPath, str] = field(default_factory=dict)  # variable or option that replaced the file's value
     hidden: set[KeyPath] = field(default_factory=set)
+    value_files: dict[KeyPath, Path] = field(default_factory=dict)  # by the field whose value each holds
     problems: list[Problem] = field(default_factory=list)
 
     def problem(self, path: KeyPath, message: str, hint: str = "") -> Problem:
@@ -258,16 +259,20 @@ def _read_value(source: Source, item: Any, path: KeyPath, target: KeyPath) -> st
     if origin := source.origins.get(path):
         source.origins[target] = origin
     try:
-        return _read_text(source.folder, item)
+        source.value_files[target] = file = _value_file(source.folder, item)
+        return _read_text(file)
     except WrongValue as wrong:
         source.report(path, str(wrong), wrong.hint)
         return None
 
 
-def _read_text(folder: Path, name: Any) -> str:
+def _value_file(folder: Path, name: Any) -> Path:
     if not isinstance(name, str) or not name or "\0" in name:
         raise WrongValue("not a path", "write the path of a file that holds the value")
-    file = Path(folder, Path(name).expanduser() if name.startswith("~") else name)
+    return Path(folder, Path(name).expanduser() if name.startswith("~") else name)
+
+
+def _read_text(file: Path) -> str:
     try:
         with file.open("rb") as stream:
             raw = stream.read(_MAX_VALUE_FILE_BYTES + 1)

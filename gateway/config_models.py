@@ -112,7 +112,10 @@ class ReplicaConfig(EngineAccess):
     )
     sha256: Sha256 | None = Field(
         None,
-        description="SHA-256 the file at `path` must have. Default null: not checked; a mismatch stops the start.",
+        description=(
+            "SHA-256 the file at `path` must have, or the manifest of a folder or split file. Default null: as the "
+            "lock file says, else not checked; a mismatch stops the start."
+        ),
     )
     format: Word | None = Field(
         None,
@@ -148,7 +151,8 @@ class ReplicaConfig(EngineAccess):
     context_length: Count | None = Field(
         None,
         description=(
-            "Tokens of prompt and answer together for one request. Default null: the model's, else the engine's word."
+            "Tokens of prompt and answer together for one request. Default null: what the engine says; Ollama is "
+            "given the model's, and a file at `path` has its own, at most 8192."
         ),
     )
     parallel: Whole = Field(
@@ -160,11 +164,11 @@ class ReplicaConfig(EngineAccess):
     gpu_layers: Whole = Field(
         -1,
         ge=-1,
-        description="Layers the embedded engine keeps on the GPU. Default -1: all that fit; 0 is CPU only.",
+        description="Layers the embedded engine keeps on the GPU. Default -1: all; 0 is CPU only.",
     )
     threads: Count | None = Field(
         None,
-        description="CPU threads of the embedded engine. Default null: the machine's cores.",
+        description="CPU threads of the embedded engine. Default null: the cores it may use, no hyper-threads.",
     )
 
     @model_validator(mode="before")
@@ -213,7 +217,8 @@ class ModelConfig(Section):
     context_length: Count | None = Field(
         None,
         description=(
-            "Tokens of prompt and answer together, as /v1/models shows it. Default null: the longest of the replicas'."
+            "Tokens of prompt and answer together, as /v1/models shows it; requests are held against the replicas' "
+            "own. Default null: the longest of those."
         ),
     )
     limits: LimitsConfig = Field(
@@ -222,7 +227,10 @@ class ModelConfig(Section):
     )
     max_tokens_default: Count | None = Field(
         None,
-        description="Completion tokens set aside for requests that give no max_tokens. Default null: 512.",
+        description=(
+            "Completion tokens set aside for requests that give no max_tokens; the engine is not told. "
+            "Default null: 512."
+        ),
     )
     capabilities: tuple[Word, ...] = Field(
         (),

@@ -1,23 +1,25 @@
 """The shape of the configuration file, part one: the gateway's own port, what it keeps, and what it writes."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr
 
 from gateway.config_section import Section
 from gateway.config_values import (
+    CollectorUrl,
     Count,
     DatabaseUrl,
     EngineText,
     FilePath,
+    HeaderName,
+    HeaderValue,
     ListenHost,
     MediaHost,
     NetworkField,
     Origin,
     RedisUrl,
-    Secret,
-    WebUrl,
     Whole,
     quoted_number,
 )
@@ -76,7 +78,7 @@ class ServerConfig(Section):
     )
     body_timeout: PositiveSeconds = Field(
         60.0,
-        description="Longest wait for the next part of a request body. Default 60s; slower clients get a 408.",
+        description="Time for the next 4 KiB of a request body, or the rest. Default 60s; slower clients get a 408.",
     )
     idle_timeout: PositiveSeconds = Field(
         75.0,
@@ -212,6 +214,12 @@ class StateConfig(Section):
         ),
     )
 
+    def spool_in(self, folder: Path) -> Path:
+        """Where the spool lies. `folder`: of the configuration file."""
+        file = self.database.get_secret_value().removeprefix("sqlite:///") if self.database is not None else ""
+        beside = folder if "://" in file or file in ("", ":memory:") else Path(file).parent
+        return self.spool or beside / "sekisho-spool"
+
 
 class RoutingConfig(Section):
     """What the choice of replicas remembers, and how often another one is tried."""
@@ -251,7 +259,7 @@ class LoggingConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = Field(
         "info",
         description=(
-            "Least severe line written. Default info: start, reloads, replica changes and one line per request."
+            "Least severe event written. Default info: start, reloads and replica changes; access lines always are."
         ),
     )
     content: Literal["none", "masked", "full"] = Field(
@@ -270,13 +278,13 @@ class LoggingConfig(Section):
 class TracingConfig(Section):
     """Spans of requests for an OpenTelemetry collector. Needs the extra `otel`."""
 
-    endpoint: WebUrl | None = Field(
+    endpoint: CollectorUrl | None = Field(
         None,
         description=(
             "Where spans are sent, OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces. Default null: no tracing."
         ),
     )
-    headers: Mapping[str, Secret] = Field({}, description="Headers for the collector. Default none.")
+    headers: Mapping[HeaderName, HeaderValue] = Field({}, description="Headers for the collector. Default none.")
     sample: float = Field(
         1.0,
         ge=0,

@@ -20,6 +20,7 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,63}")
 _WORD = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -167,6 +168,28 @@ def _secret(value: SecretStr) -> SecretStr:
     return value
 
 
+def _collector_url(value: str) -> str:
+    parts = split_url(value, ("http", "https"), "write http://host:4318/v1/traces")
+    if "@" in parts.netloc:
+        raise WrongValue("credentials in the URL", "put them in `headers`")
+    if not parts.path.strip("/"):
+        raise WrongValue("a collector's address without a path", "append /v1/traces, which is the usual one")
+    return value
+
+
+def _header_name(value: str) -> str:
+    if not _TOKEN.fullmatch(value):
+        raise WrongValue("not a header name", "write letters, digits and hyphens")
+    return value
+
+
+def _header_value(value: SecretStr) -> SecretStr:
+    text = value.get_secret_value()
+    if not text or not text.isascii() or not text.isprintable() or text != text.strip():
+        raise WrongValue("empty, or holds characters a header cannot carry", "write the value alone")
+    return value
+
+
 def split_url(value: str, schemes: tuple[str, ...], hint: str) -> SplitResult:
     """The parts of a URL that has one of `schemes`, a host and a port that is a number.
 
@@ -242,6 +265,9 @@ WebUrl = Annotated[str, AfterValidator(_web_url)]
 DatabaseUrl = Annotated[SecretStr, AfterValidator(_database_url)]
 RedisUrl = Annotated[SecretStr, AfterValidator(_redis_url)]
 Secret = Annotated[SecretStr, AfterValidator(_secret)]
+CollectorUrl = Annotated[str, AfterValidator(_collector_url)]
+HeaderName = Annotated[str, AfterValidator(_header_name)]
+HeaderValue = Annotated[SecretStr, AfterValidator(_header_value)]
 FilePath = Annotated[Path, BeforeValidator(_file_path), WithJsonSchema({"type": "string"})]
 Moment = Annotated[
     datetime,

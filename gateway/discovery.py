@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -22,9 +21,11 @@ from pydantic import ValidationError
 import backends
 from backends.base import ModelCard, ModelFormat
 from backends.formats import Level, ModelFile, Role, Unreadable, UnreadableModel, estimate, inspect, scan, support
-from gateway.config import Config, DiscoveryConfig, ModelConfig, ReplicaConfig
+from gateway.config import Config, ConfigError, DiscoveryConfig, ModelConfig, ProvenanceConfig, ReplicaConfig
 from gateway.engine_client import EngineClient
+from gateway.provenance import Hashes, hashes_of
 from gateway.snapshot import EMBEDDED, LONGEST_CONTEXT, engine_endpoint
+from gateway.tls import blame
 
 MOST_MODELS = 1000  # one entry may publish
 _MEMORY = Path("/proc/meminfo")
@@ -108,12 +109,14 @@ class Discovery:
         try:
             if entry.scan is not None:
                 own = [replica for model in config.models for replica in model.replicas if replica.path is not None]
-                found = await asyncio.get_running_loop().run_in_executor(None, self._files, entry, own, told)
+                loop = asyncio.get_running_loop()
+                found = await loop.run_in_executor(None, self._files, entry, own, config.provenance, told)
             else:
                 found = [(card.id, _of_card(entry, card)) for card in await self._cards(entry)]
             return tuple(_models(entry, found, told))
-        except (httpx.HTTPError, OSError, ssl.SSLError, TimeoutError, ValueError) as error:
-            told.add(f"{_where(entry)} does not list its models ({type(error).__name__}); what it had stays")
+        except (httpx.HTTPError, OSError, TimeoutError, ValueError) as error:
+            why = blame(error) or type(error).__name__
+            told.add(f"{_where(entry)} does not list its models ({why}); what it had stays")
             return None
         finally:
             self._tell(entry, told)
@@ -127,10 +130,13 @@ class Discovery:
             raise ValueError(f"status {status}")
         return backend.read_models(body)[:MOST_MODELS]
 
-    def _files(self, entry: DiscoveryConfig, own: Sequence[ReplicaConfig], told: set[str]) -> list[Found]:
+    def _files(
+        self, entry: DiscoveryConfig, own: Sequence[ReplicaConfig], provenance: ProvenanceConfig, told: set[str]
+    ) -> list[Found]:
         """What a folder holds for the embedded engine, but for files that the configuration loads itself."""
         assert entry.scan is not None
         known = {_resolved(Path(str(replica.path))) for replica in own}
+        hashes = _hashes(provenance, told)
         self._room.reserved = sum(map(_need_of_own, own))
         found: list[Found] = []
         for file in scan([entry.scan]):
@@ -138,7 +144,10 @@ class Discovery:
                 told.add(f"{file.path} is left out: {file.reason}")
             elif file.format is ModelFormat.GGUF and file.role in (Role.MODEL, Role.EMBEDDING) and not file.problems:
                 if _resolved(file.path) not in known and len(found) < MOST_MODELS:
-                    replica = _of_file(file)
+                    if (why := hashes.refusal(file.path, file.disk_bytes)) is not None:
+                        told.add(f"{file.path} is left out: {', '.join(why)}")
+                        continue
+                    replica = _of_file(file) | {"sha256": hashes.of(file.path)}
                     self._room.needs(file.path, _need(file))
                     found.append((_name_of(file), replica))
             else:
@@ -258,6 +267,15 @@ def _name_of(file: ModelFile) -> str:
 def _of_file(file: ModelFile) -> dict[str, object]:
     embeds = {"capabilities": ("embeddings",)} if file.role is Role.EMBEDDING else {}
     return {"backend": EMBEDDED, "path": file.path, **embeds}
+
+
+def _hashes(provenance: ProvenanceConfig, told: set[str]) -> Hashes:
+    """Raises: ValueError when the lock file cannot be used, which is told then."""
+    try:
+        return hashes_of(provenance)
+    except ConfigError as error:
+        told.add(str(error))
+        raise ValueError from None
 
 
 def _need(file: ModelFile, given: ReplicaConfig | None = None) -> int | None:

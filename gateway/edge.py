@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from email.utils import formatdate
-from typing import Any
+from typing import Any, Protocol
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from backends.base import Operation
 from gateway import certificates, errors
+from gateway.cors import Cors
+from gateway.crowd import Crowd
 from gateway.cycle import STATUS_LINES, HotCycle, new_request_id
+from gateway.edge_settings import EdgeSettings
 from gateway.errors import BadRequest, BodyTooLarge, GatewayError, RequestTimeout
 
 HOT_ROUTES = {
@@ -36,23 +38,17 @@ HOT_ROUTES = {
 }
 LINGER = 2.0  # seconds a refused body is still read and thrown away, so that the client gets to see the answer
 MOST_PIPELINED = 32  # requests read ahead on one connection
+MOST_HEADERS = 200  # names in one head
+LEAST_OF_BODY = 4096  # bytes of a body that have to come within the time for its next part, or all of the rest
+MOST_IGNORED = 256 * 1024  # bytes of a body that may still come after an answer that did not wait for it
+MOST_TURNED_AWAY = 256  # connections at once that are told why they are refused; beyond it they are only closed
 STUCK_READER = 120.0  # seconds a client may take nothing while there is something to take
 
 Serve = Callable[[HotCycle], Coroutine[Any, Any, None]]
 
 
-@dataclass(frozen=True, slots=True)
-class EdgeSettings:
-    """What the protocol needs of the configuration; a reload replaces all of it. Sizes in bytes, times in seconds."""
-
-    max_body: int
-    max_header: int
-    max_connections: int
-    header_timeout: float
-    body_timeout: float
-    idle_timeout: float
-    keepalive_interval: float  # 0 = no comments
-    behind_proxies: bool = False  # X-Forwarded-For is believed, so all of it counts
+class Handshaking(Protocol):
+    def abort(self) -> None: ...
 
 
 class Edge:
@@ -62,6 +58,9 @@ class Edge:
         self.serve = serve
         self.settings = settings
         self.connections: set[EdgeProtocol] = set()
+        self.crowd = Crowd()  # those of them that were admitted
+        self.turned_away = 0  # and how many were not, and are told so
+        self.handshakes: set[Handshaking] = set()  # connections that are not through with TLS yet
         self.draining = False
         self.date = _date_header()
 
@@ -76,6 +75,8 @@ class Edge:
 
     def cancel_all(self) -> None:
         """Ends what still runs; `serve` turns the cancellation into an error the client can read."""
+        for handshake in list(self.handshakes):
+            handshake.abort()
         for connection in list(self.connections):
             connection.cancel()
 
@@ -103,10 +104,13 @@ class EdgeProtocol(HttpToolsProtocol):
         self.edge = edge
         self.peer: str | None = None
         self.certificate: tuple[str, ...] = ()
+        self._place: str | None = None  # where the crowd has counted it
+        self._turned_away = False
         self._read_size = 0  # bytes of the read that is being parsed
         self._body_size = 0  # bytes of the body that is being read
         self._body_seen = 0  # and what `look_after` found of it
         self._body_since = 0.0  # at this time
+        self._framing_size = 0  # bytes of reads that brought nothing of a body that is due: extensions, trailers
         self._head_size = 0  # bytes of earlier reads that belong to an incomplete head
         self._head_since = 0.0  # a head has begun to arrive and is not complete
         self._idle_since = 0.0  # found idle by `look_after`
@@ -124,11 +128,38 @@ class EdgeProtocol(HttpToolsProtocol):
         self.peer = self.client[0] if self.client else None
         if shown := transport.get_extra_info("peercert"):
             self.certificate = certificates.names(shown)
-        if len(self.edge.connections) > self.edge.settings.max_connections:
-            self._refuse(GatewayError("Too many connections.", status=503, code="too_many_connections", retry_after=1))
+        if not self.admit(self.peer):
+            self._turn_away()
+
+    def admit(self, peer: str | None) -> bool:
+        """Counts the connection in; False when there are too many. Whoever sees it before its TLS handshake may ask
+        then already, and has to call `leave` if it never gets as far as `connection_made`."""
+        if self._place is None:
+            settings = self.edge.settings
+            self._place = self.edge.crowd.enter(
+                peer, settings.max_connections, settings.max_per_address, settings.trusted_proxies
+            )
+        return self._place is not None
+
+    def leave(self) -> None:
+        """Counts the connection out. May be called again."""
+        if self._place is not None:
+            self.edge.crowd.leave(self._place)
+            self._place = None
+
+    def _turn_away(self) -> None:
+        if self.edge.turned_away >= MOST_TURNED_AWAY:
+            self._deaf = True
+            self.transport.abort()
+            return
+        self.edge.turned_away += 1
+        self._turned_away = True
+        self._refuse(GatewayError("Too many connections.", status=503, code="too_many_connections", retry_after=1))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.edge.connections.discard(self)
+        self.edge.turned_away -= self._turned_away
+        self.leave()
         self._deaf = True
         active = self._active
         super().connection_lost(exc)
@@ -140,6 +171,7 @@ class EdgeProtocol(HttpToolsProtocol):
         if self._deaf:
             return
         self._read_size = len(data)
+        body_size = self._body_size
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError:
@@ -149,6 +181,8 @@ class EdgeProtocol(HttpToolsProtocol):
         if self._head_since:
             self._head_size += self._read_size
             self._limit_head(self._head_size)
+        elif body_size == self._body_size and self.cycle is not None and self.cycle.more_body:
+            self._limit_framing()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -166,7 +200,7 @@ class EdgeProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self.url = b""
         self._head.clear()
-        self._body_size = 0
+        self._body_size = self._body_seen = 0
         self._body_since = self._idle_since = 0.0
         self._head_since = self.loop.time()
 
@@ -184,6 +218,11 @@ class EdgeProtocol(HttpToolsProtocol):
         if self._head_size or self._read_size > self.edge.settings.max_header:
             self._head_size = 0
             self._limit_head(sum(len(name) + len(value) for name, value in self._head.items()) + len(self.url))
+        self._framing_size = -self._read_size  # what this read brought is no framing
+        if len(self._head) > MOST_HEADERS:
+            self._refuse(BadRequest("The request has too many headers.", status=431, code="headers_too_large"))
+        elif b"host" not in self._head and b"Host" not in self._head and self._lacks_host():
+            self._refuse(BadRequest("An HTTP/1.1 request needs a Host header.", code="invalid_http"))
         if self._deaf or self.parser.should_upgrade():
             return
         operation = HOT_ROUTES.get(self.url) or HOT_ROUTES.get(_path(self.url))
@@ -193,6 +232,9 @@ class EdgeProtocol(HttpToolsProtocol):
         headers = {name.lower(): value for name, value in self._head.items()}
         keep_alive = self.parser.should_keep_alive() and not self.edge.draining
         cycle = HotCycle(self, operation, headers, keep_alive, self.parser.get_http_version() == "1.1")
+        if (cors := self.edge.settings.cors) is not None:
+            lines = cors.lines(b"/v1/", headers.get(b"origin"))
+            cycle.origin_headers = b"".join(b"%b: %b\r\n" % line for line in lines)
         length = headers.get(b"content-length")
         if length is not None and int(length) > self.edge.settings.max_body:
             self._refuse_body(cycle)
@@ -206,13 +248,18 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         cycle = self.cycle
-        if self._deaf or cycle.response_complete:
+        if self._deaf:
             return
-        if not isinstance(cycle, HotCycle):
+        self._body_size += len(body)
+        if cycle.response_complete:
+            if self._body_size > MOST_IGNORED:
+                self._close_gently(True)
+        elif not isinstance(cycle, HotCycle):
             super().on_body(body)
         elif cycle.refused is None:
             cycle.body.append(body)
-            self._body_size += len(body)
+            if len(cycle.body) >= cycle.most_pieces:
+                cycle.fold_body()
             if self._body_size > self.edge.settings.max_body:
                 self._refuse_body(cycle)
 
@@ -236,6 +283,8 @@ class EdgeProtocol(HttpToolsProtocol):
         try:
             super().on_headers_complete()
             self.scope["state"]["certificate"] = self.certificate
+            if self.edge.settings.cors is not None:
+                self.scope["state"] |= _cors_state(self.edge.settings.cors, self.scope)
         except (httptools.HttpParserError, UnicodeDecodeError):
             self._refuse(BadRequest("The request's target is not valid.", code="invalid_http"))
 
@@ -253,9 +302,17 @@ class EdgeProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self.data_received(head + b"\r\n" + rest)
 
+    def _lacks_host(self) -> bool:
+        return self.parser.get_http_version() == "1.1" and all(name.lower() != b"host" for name in self._head)
+
     def _limit_head(self, size: int) -> None:
         if size > self.edge.settings.max_header:
             self._refuse(BadRequest("The request's headers are too large.", status=431, code="headers_too_large"))
+
+    def _limit_framing(self) -> None:
+        self._framing_size += self._read_size
+        if self._framing_size > self.edge.settings.max_header:
+            self._refuse(BadRequest("The body comes with too much that is no part of it.", code="invalid_http"))
 
     def _refuse_body(self, cycle: HotCycle) -> None:
         most = self.edge.settings.max_body
@@ -314,19 +371,7 @@ class EdgeProtocol(HttpToolsProtocol):
             else:
                 self.transport.close()  # an answer is under way: nothing can be said in between
             return
-        body = errors.body(error)
-        self.transport.write(
-            b"%b%bx-request-id: %b\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n%b"
-            % (
-                STATUS_LINES[error.status],
-                self.edge.date,
-                new_request_id().encode(),
-                errors.header_lines(error),
-                len(body),
-                body,
-            )
-        )
+        self.transport.write(refusal(error, self.edge.date))
         self._close_gently(True)
 
     # --- time
@@ -369,10 +414,10 @@ class EdgeProtocol(HttpToolsProtocol):
     def _look_after_cycle(self, cycle: HotCycle, now: float) -> None:
         settings = self.edge.settings
         if cycle.more_body and cycle is self.cycle:
-            if not self._body_since or self._body_size != self._body_seen:
+            if not self._body_since or self._body_size - self._body_seen >= LEAST_OF_BODY:
                 self._body_since, self._body_seen = now, self._body_size
             elif now - self._body_since > settings.body_timeout:
-                cycle.refused = RequestTimeout(f"Nothing of the body arrived for {settings.body_timeout:g} s.")
+                cycle.refused = RequestTimeout(f"Too little of the body arrived within {settings.body_timeout:g} s.")
                 cycle.set()
         if not cycle.keepalives or not settings.keepalive_interval or cycle.response_complete:
             self._silent_since = 0.0
@@ -383,8 +428,33 @@ class EdgeProtocol(HttpToolsProtocol):
             self._silent_since, self._writes = now, cycle.writes
 
 
+def refusal(error: GatewayError, date: bytes) -> bytes:
+    """A whole answer for what never became a request, ending the connection."""
+    body = errors.body(error)
+    return (
+        b"%b%bx-request-id: %b\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n"
+        b"connection: close\r\n\r\n%b"
+        % (
+            STATUS_LINES[error.status],
+            date,
+            new_request_id().encode(),
+            errors.header_lines(error),
+            len(body),
+            body,
+        )
+    )
+
+
 def _date_header() -> bytes:
     return b"date: %b\r\n" % formatdate(usegmt=True).encode()
+
+
+def _cors_state(cors: Cors, scope: Any) -> dict[str, Any]:
+    """What the gatekeeper has to say to a browser: `preflight` alone, or `cors` with every answer."""
+    path, headers = scope["raw_path"].partition(b"?")[0], dict(scope["headers"])
+    if scope["method"] == "OPTIONS" and (answer := cors.preflight(path, headers)) is not None:
+        return {"preflight": answer}
+    return {"cors": cors.lines(path, headers.get(b"origin"))}
 
 
 def _path(url: bytes) -> bytes:

@@ -9,6 +9,8 @@
     │   └── Conflict 409           the name is taken, or the configuration owns it
     ├── AuthError 401
     ├── Forbidden 403
+    │   ├── ToolNotAllowed         in the request
+    │   └── ToolCallNotAllowed     in the answer
     ├── NotFound 404
     │   ├── ModelNotFound
     │   └── VariantNotFound
@@ -69,6 +71,11 @@ class GatewayError(Exception):
         if status is not None:
             self.status = status
 
+    def forget_frames(self) -> None:
+        """Lets go of the frames it came through. An error that is kept is part of a circle with them, and they hold
+        the bodies of the request and the answer: megabytes, until the cycle collector happens to pass by."""
+        self.__traceback__ = self.__context__ = self.__cause__ = None
+
 
 class BadRequest(GatewayError):
     status = 400
@@ -108,6 +115,25 @@ class Forbidden(GatewayError):
     status = 403
     type = "permission_error"
     code = "forbidden"
+
+
+class ToolNotAllowed(Forbidden):
+    """The request offers or demands a tool that its tenant may not use."""
+
+    code = "tool_not_allowed"
+
+
+class ToolCallNotAllowed(Forbidden):
+    """The model has called such a tool. No 5xx: clients would send those again by themselves, to the same end."""
+
+    code = "tool_call_not_allowed"
+
+    def __init__(self) -> None:
+        # What was called is the model's text, and a part of what must not get out.
+        super().__init__(
+            "The model called a tool that is not allowed for this tenant, so its answer was not delivered. Change the "
+            "prompt or the tools in the request, or ask an administrator to allow the tool."
+        )
 
 
 class NotFound(GatewayError):

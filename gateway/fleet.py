@@ -13,6 +13,7 @@ from prometheus_client.core import Metric
 from backends.base import Capability, EngineLoad, ModelCard, Operation
 from gateway.fit import Kind, kind_of
 from gateway.metrics import gauge
+from gateway.places import Places
 from gateway.types import Model, Replica
 
 FAILURES_TO_OPEN = 3  # in a row
@@ -51,14 +52,19 @@ class ReplicaState:
     """
 
     __slots__ = (
-        "assumed", "back_since", "broken", "card", "cold", "cold_ttft", "detail", "draining", "failed_probes",
-        "failing", "failures", "foreign", "health", "hopeless", "inflight", "load", "load_read_at", "made",
-        "most", "open", "passed_probes", "pause", "paused_until", "prefill", "probes_to_rise", "reading",
-        "replica", "served_at", "slow_until", "spent", "tpot", "trying", "ttft", "unit", "wait", "weighed_at",
+        "assumed", "back_since", "bound", "broken", "card", "cold", "cold_ttft", "column", "detail", "draining",
+        "elsewhere", "failed_probes", "failing", "failures", "foreign", "health", "hopeless", "inflight", "load",
+        "load_read_at", "made", "most", "open", "passed_probes", "pause", "paused_until", "places", "prefill",
+        "probes_to_rise", "reading", "replica", "served_at", "slow_until", "spent", "tpot", "trying", "ttft", "unit",
+        "wait", "waiting", "weighed_at",
     )  # fmt: skip
 
-    def __init__(self, replica: Replica) -> None:
-        self.inflight = 0  # our own open requests, exact
+    def __init__(self, replica: Replica, places: Places | None = None) -> None:
+        self.places = places  # of several workers
+        self.column: int | None = None  # where they count this replica; None = this process is the only one
+        self.inflight = 0  # this process's open requests, exact
+        self.elsewhere = 0  # those of other workers, as of the last look
+        self.waiting = 0  # requests that could use a place here and wait for one
         self.reading = 0  # those of them that are streams without a first token: their prompts wait or are being read
         self.health = Health.UNKNOWN
         self.card: ModelCard | None = None  # what the engine says of the model, once it has been asked
@@ -95,7 +101,9 @@ class ReplicaState:
 
     def adopt(self, replica: Replica) -> None:
         self.replica, self.hopeless = replica, False
-        self.most = sys.maxsize if replica.max_inflight is None else replica.max_inflight
+        self.bound = sys.maxsize if replica.max_inflight is None else replica.max_inflight
+        self.most = self.bound  # how many of those may be this process's
+        self.column = self.places.column(replica.id) if self.places is not None else None
         self.weigh(self.weighed_at)
 
     def weigh(self, now: float) -> None:
@@ -111,7 +119,8 @@ class ReplicaState:
         if kv_used is not None and kv_used > KV_TIGHT:
             unit *= 1 + 4 * (kv_used - KV_TIGHT) / (1 - KV_TIGHT)
         self.unit = unit
-        self.wait = (self.inflight + self.foreign + READING * self.reading + 1) * unit
+        others = max(self.foreign, self.elsewhere)
+        self.wait = (self.inflight + others + READING * self.reading + 1) * unit
 
     @property
     def service(self) -> float | None:
@@ -127,7 +136,14 @@ class ReplicaState:
         return self.open
 
     def has_room(self) -> bool:
+        if self.column is not None:
+            self.share_places()
         return self.inflight < self.most
+
+    def share_places(self) -> None:
+        """Brings `most` up to date, where other workers use the same replica."""
+        if self.column is not None and self.places is not None and self.bound != sys.maxsize:
+            self.most = self.places.share(self.column, self.bound)
 
     def set_draining(self, draining: bool, now: float) -> None:
         self.draining = draining
@@ -138,6 +154,8 @@ class ReplicaState:
         """Takes a place; whether this request is the one that finds out if the replica is back."""
         self.inflight += 1
         self.wait += self.unit
+        if self.column is not None:
+            self._tell()
         if self.broken and not self.trying:
             self.trying = True
             return True
@@ -149,6 +167,24 @@ class ReplicaState:
         self.wait -= self.unit
         if trial:
             self.trying = False
+        if self.column is not None:
+            self._tell()
+            self._pass_on()
+
+    def wait_for(self, requests: int) -> None:
+        """So many more requests wait for a place here, or fewer."""
+        self.waiting += requests
+        if self.column is not None and self.places is not None:
+            self.places.set_waiting(self.column, self.waiting)
+
+    def _tell(self) -> None:
+        if self.column is not None and self.places is not None:
+            self.places.set_open(self.column, self.inflight)
+
+    def _pass_on(self) -> None:
+        places, column = self.places, self.column
+        if places is not None and column is not None and places.wanted_elsewhere(column):
+            places.freed(self.replica.id)
 
     def begin_reading(self) -> None:
         """A stream was begun, and its first token has yet to come."""
@@ -309,7 +345,7 @@ def _average(before: float | None, value: float) -> float:
 class Groups:
     """A model's replicas by what they can honour. Whether a request fits is worked out for each kind of them."""
 
-    __slots__ = ("_joined", "_members", "kinds")
+    __slots__ = ("_joined", "_members", "kinds", "only")
 
     def __init__(self, model: Model, states: Iterable[ReplicaState]) -> None:
         named = {word for replica in model.replicas for word in replica.capabilities}
@@ -318,6 +354,8 @@ class Groups:
             kind = kind_of(state.replica, state.card, named)
             found.setdefault((id(kind.backend), kind.window, kind.missing), (kind, []))[1].append(state)
         self.kinds = [kind for kind, _ in found.values()]
+        members = [state for _, states in found.values() for state in states]
+        self.only = members[0] if len(members) == 1 else None
         self._members = list(found.values())
         self._joined: dict[tuple[int, ...], list[ReplicaState]] = {}
 
@@ -340,7 +378,9 @@ class Groups:
 class LoadTable:
     """The states by replica id. A reload keeps those whose replica is still there."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Places | None = None) -> None:
+        """`places`: counts shared with other workers."""
+        self._places = places
         self._states: dict[str, ReplicaState] = {}
         self._able: dict[tuple[int, Operation], tuple[Model, list[ReplicaState]]] = {}
         self._alike: dict[tuple[int, Operation], tuple[Model, Groups]] = {}
@@ -349,11 +389,14 @@ class LoadTable:
     def adopt(self, replicas: Iterable[Replica]) -> None:
         known, self._states = self._states, {}
         for replica in replicas:
-            state = known.get(replica.id) or ReplicaState(replica)
+            state = known.get(replica.id) or ReplicaState(replica, self._places)
             state.adopt(replica)
             self._states[replica.id] = state
         self._able.clear()
         self._alike.clear()
+
+    def named(self, replica: str) -> ReplicaState | None:
+        return self._states.get(replica)
 
     def of(self, replica: Replica) -> ReplicaState:
         state = self._states.get(replica.id)
@@ -394,6 +437,9 @@ class LoadTable:
         peers: dict[str, list[ReplicaState]] = {}
         for state in self._states.values():
             peers.setdefault(state.replica.model, []).append(state)
+        if self._places is not None:
+            for state in self._states.values():
+                state.elsewhere = self._places.open_elsewhere(state.column) if state.column is not None else 0
         for states in peers.values():
             measured = [state.service for state in states if state.service is not None]
             usual = median(measured) if measured else 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from backends.base import Edits, Operation
 from gateway.call import JSON, Call
 from gateway.errors import BadRequest
+from gateway.media import check_form
 from gateway.multipart import Part, boundary_of, parts_of
 
 LONGEST_FIELD = 64 * 1024  # bytes of a field that is no file and is read at all
@@ -43,6 +44,7 @@ def parse_form(operation: Operation, raw: bytes, content_type: bytes | None) -> 
         raise _bad_model("'model' has to be a name.")
     if not any(part.is_file and part.name == "file" for part in parts):
         raise BadRequest("You must provide a file.", param="file", code="missing_required_parameter")
+    check_form(part.name for part in parts if not part.is_file)
     fields: JSON = {}
     tokens = 0
     for part in parts:

@@ -236,7 +236,7 @@ class Race:
         outcome, record = self._outcome, entry.record
         outcome.replica, outcome.usage, outcome.status = record.replica, record.usage, record.status
         outcome.sent, outcome.first_token = record.sent, record.first_token
-        outcome.upstream_ended = record.upstream_ended
+        outcome.upstream_ended, outcome.tools_stripped = record.upstream_ended, record.tools_stripped
         self.state = entry.attempt.state
 
     async def _stop(self) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import orjson
 
+EXACT_ABOVE = 256 * 1024  # bytes; counting every key in a larger text costs more than finding the members
 _STRUCTURE = re.compile(rb'["\[\]{}]')
 _SPACE = re.compile(rb"[ \t\n\r]*")
 _SCALAR = re.compile(rb"[^,}\]\s]+")
@@ -45,6 +46,37 @@ def walk(text: bytes, at: int = 0) -> Iterator[Member]:
         value = _skip_space(text, _skip_space(text, key_end) + 1)  # over the colon
         position = _value_end(text, value)
         yield Member(orjson.loads(text[start:key_end]), start, value, position)
+
+
+def text_span(text: bytes, key: str) -> tuple[int, int]:
+    """Offsets of the text, quotes included, that is the value of the top-level member `key`, a plain word.
+
+    The object has to have the member. Raises: KeyError if that is seen not to be so.
+    """
+    quoted = b'"%b"' % key.encode()
+    if len(text) <= EXACT_ABOVE and text.count(quoted) == 1 and b"\\u00" not in text:
+        # It occurs once, and no key is spelled with escapes: so this is the one at the top.
+        start = _skip_space(text, _skip_space(text, text.index(quoted) + len(quoted)) + 1)
+        end = text.find(b'"', start + 1)
+        if text[start] == 0x22 and text.find(b"\\", start, end) < 0:
+            return start, end + 1
+    for member in walk(text):
+        if member.key == key:
+            return member.value, member.end
+    raise KeyError(key)
+
+
+def elements(text: bytes, at: int = 0) -> Iterator[tuple[int, int]]:
+    """Start and end of each value of the array that begins at or after `at`."""
+    position = text.index(b"[", at) + 1
+    while True:
+        position = _skip_space(text, position)
+        if text[position] == 0x5D:  # ]
+            return
+        if text[position] == 0x2C:  # ,
+            position = _skip_space(text, position + 1)
+        start, position = position, _value_end(text, position)
+        yield start, position
 
 
 def splice(text: bytes, changes: Mapping[str, bytes | None], found: list[Member] | None = None) -> bytes:

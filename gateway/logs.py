@@ -5,11 +5,14 @@ Nothing here is given a body, a key or a header. A key's *id* and the request id
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
 
@@ -20,6 +23,7 @@ from gateway.errors import AuthError
 from gateway.outcome import Outcome
 
 _MOST_WAITING = 50_000  # outcomes kept while the log cannot be written; beyond it lines are dropped and counted
+_MOST_BYTES = 64 * 1024 * 1024  # of other lines kept meanwhile
 
 
 def setup(level: str, style: str, stream: IO[str] | None = None) -> None:
@@ -66,11 +70,15 @@ class AccessLog:
     interpreter.
     """
 
-    def __init__(self, style: str, stream: IO[bytes]) -> None:
+    def __init__(self, style: str, stream: IO[bytes], lock: Path | None = None) -> None:
+        """`lock`: a file that several processes lock in turn, so that lines they write to one stream stay whole."""
+        self._lock = lock.open("wb") if lock is not None else None
         self._render = _json_line if style == "json" else _text_line
         self._stream = stream
-        self._queue: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, bytes, bool] | None] = SimpleQueue()  # lines, their text, whether ours
         self._taken = self._written = 0  # lines; each is changed by one thread only
+        self._waiting = 0  # bytes of other lines, changed under `_counting`
+        self._counting = threading.Lock()
         self.dropped = 0
         # Steady clock to wall clock, once: an outcome knows only the former.
         self._offset = time.time() - time.monotonic()
@@ -86,7 +94,18 @@ class AccessLog:
             return
         self._taken += len(outcomes)
         offset = self._offset
-        self._queue.put((len(outcomes), b"".join([self._render(outcome, offset) for outcome in outcomes])))
+        self._queue.put((len(outcomes), b"".join([self._render(outcome, offset) for outcome in outcomes]), True))
+
+    def write(self, data: bytes, lines: int) -> bool:
+        """Whole lines of somebody else's, from any thread, between those of requests. False when too much waits to be
+        written: they are dropped and counted."""
+        with self._counting:
+            if self._waiting + len(data) > _MOST_BYTES:
+                self.dropped += lines
+                return False
+            self._waiting += len(data)
+        self._queue.put((lines, data, False))
+        return True
 
     def close(self) -> None:
         """Writes what is left, for at most two seconds."""
@@ -95,13 +114,31 @@ class AccessLog:
 
     def _write(self) -> None:
         while (batch := self._queue.get()) is not None:
-            lines, data = batch
+            lines, data, own = batch
             try:
-                self._stream.write(data)
-                self._stream.flush()
+                with _locked(self._lock):
+                    self._stream.write(data)
+                    self._stream.flush()
             except (OSError, ValueError):
                 self.dropped += lines
-            self._written += lines
+            if own:
+                self._written += lines
+            else:
+                with self._counting:
+                    self._waiting -= len(data)
+
+
+@contextlib.contextmanager
+def _locked(file: IO[bytes] | None) -> Iterator[None]:
+    """A process that dies lets go of its lock."""
+    if file is None:
+        yield
+        return
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def fields(outcome: Outcome, offset: float) -> dict[str, Any]:
@@ -130,6 +167,10 @@ def fields(outcome: Outcome, offset: float) -> dict[str, Any]:
             line["cached_tokens"] = usage.cached
         if usage.reasoning:
             line["reasoning_tokens"] = usage.reasoning
+    if outcome.tools_stripped:
+        line["tools_stripped"] = outcome.tools_stripped
+    if outcome.trace is not None:
+        line["trace_id"] = outcome.trace.trace_id
     if error is not None:
         line["error"] = error.code or error.type
         if isinstance(error, AuthError) and error.reason:
@@ -161,6 +202,10 @@ def _json_line(outcome: Outcome, offset: float) -> bytes:
             line += f',"cached_tokens":{usage.cached}'
         if usage.reasoning:
             line += f',"reasoning_tokens":{usage.reasoning}'
+    if outcome.tools_stripped:
+        line += f',"tools_stripped":{outcome.tools_stripped}'
+    if outcome.trace is not None:
+        line += f',"trace_id":"{outcome.trace.trace_id}"'
     if error is not None:
         line += f',"error":"{error.code or error.type}"'
         if isinstance(error, AuthError) and error.reason:

@@ -7,6 +7,8 @@ Labels are bounded: tenants, models and replicas come from the configuration, co
 
 from __future__ import annotations
 
+import re
+import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,11 +17,14 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.samples import Exemplar
 
 from gateway.outcome import Outcome
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+OPENMETRICS = "application/openmetrics-text"
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -28,23 +33,36 @@ _REJECTIONS = {401, 403, 404, 413, 429, 503}
 
 
 class Histogram:
-    """Counts per bucket and their sum."""
+    """Counts per bucket and their sum; where traces are recorded, for each bucket the latest of them."""
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
+        self.exemplars: dict[int, tuple[str, float, float]] | None = None  # bucket -> trace id, value, Unix time
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as the exposition format wants them."""
-        reached, rows = 0, []
-        for bound, count in zip((*map(repr, self.bounds), "+Inf"), self.counts, strict=True):
+    def remember(self, value: float, trace_id: str) -> None:
+        """`value` has been observed in a request whose trace is recorded."""
+        if self.exemplars is None:
+            self.exemplars = {}
+        self.exemplars[bisect_left(self.bounds, value)] = trace_id, value, time.time()
+
+    def buckets(self) -> list[Any]:
+        """Cumulative, as the exposition format wants them: (bound, count), or (bound, count, exemplar)."""
+        reached, rows, known = 0, list[Any](), self.exemplars or {}
+        for bucket, (bound, count) in enumerate(
+            zip((*map(repr, self.bounds), "+Inf"), self.counts, strict=True)
+        ):  # fmt: skip
             reached += count
-            rows.append((bound, float(reached)))
+            if bucket in known:
+                trace_id, value, moment = known[bucket]
+                rows.append((bound, float(reached), Exemplar({"trace_id": trace_id}, value, round(moment, 3))))
+            else:
+                rows.append((bound, float(reached)))
         return rows
 
 
@@ -94,8 +112,12 @@ class Metrics:
         """Gauges are read from whoever owns the state, when the page is asked for."""
         self._gauges.append(read)
 
+    def collect(self) -> list[Metric]:
+        """Everything there is to say at this moment."""
+        return list(self._registry.collect())
+
     def page(self) -> bytes:
-        return generate_latest(self._registry)
+        return page(self.collect())[0]
 
     def record(self, outcome: Outcome) -> None:
         """Once per request, at its end."""
@@ -120,7 +142,12 @@ class Metrics:
             self._time(outcome, spending.timings)
 
     def _time(self, outcome: Outcome, timings: _Timings) -> None:
-        timings.duration.observe(outcome.ended - outcome.started)
+        trace = outcome.trace
+        trace_id = trace.trace_id if trace is not None and trace.sampled else None
+        duration = outcome.ended - outcome.started
+        timings.duration.observe(duration)
+        if trace_id is not None:
+            timings.duration.remember(duration, trace_id)
         if outcome.attempts == 1:  # a retry's waiting is the failed engine's, not the gateway's
             self._overhead["request"].observe(
                 outcome.sent - outcome.started - outcome.waited_for_body - outcome.queued
@@ -129,10 +156,16 @@ class Metrics:
             self._overhead["response"].observe(outcome.ended - outcome.upstream_ended)
         if not outcome.first_token:
             return
-        timings.first_token.observe(outcome.first_token - outcome.started)
+        waited = outcome.first_token - outcome.started
+        timings.first_token.observe(waited)
+        if trace_id is not None:
+            timings.first_token.remember(waited, trace_id)
         usage = outcome.usage
         if usage is not None and usage.completion > 1 and outcome.upstream_ended:
-            timings.per_token.observe((outcome.upstream_ended - outcome.first_token) / (usage.completion - 1))
+            each = (outcome.upstream_ended - outcome.first_token) / (usage.completion - 1)
+            timings.per_token.observe(each)
+            if trace_id is not None:
+                timings.per_token.remember(each, trace_id)
 
     def families(self) -> Iterator[Metric]:
         yield self._requests()
@@ -183,6 +216,25 @@ class Metrics:
         for phase, histogram in self._overhead.items():
             family.add_metric((phase,), histogram.buckets(), sum_value=histogram.total)
         yield family
+
+
+def page(families: Iterable[Metric], accept: str = "") -> tuple[bytes, str]:
+    """Families as text, of this process or of several together (`merged`), and its content type: OpenMetrics, which
+    has exemplars, for whoever accepts it, else Prometheus' own format. `accept`: the header of that name."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(lambda: iter(families)))
+    if _accepts_openmetrics(accept):
+        text: bytes = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
+        return text, openmetrics.CONTENT_TYPE_LATEST
+    return generate_latest(registry), CONTENT_TYPE
+
+
+def _accepts_openmetrics(accept: str) -> bool:
+    for entry in accept.lower().split(","):
+        kind, *parameters = [part.strip() for part in entry.split(";")]
+        if kind == OPENMETRICS and not any(re.fullmatch(r"q=0(?:\.0*)?", one) for one in parameters):
+            return True
+    return False
 
 
 class _Collector:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gateway.errors import GatewayError
+from gateway.traces import Trace
 from gateway.types import Model, Principal, Replica, Usage
 
 ABORTED = 499
@@ -19,7 +20,11 @@ class Outcome:
     stream = False
     status = ABORTED  # until told more
     error: GatewayError | None = None
+    begun = False  # the head of an answer had gone out when the request failed
     usage: Usage | None = None
+    tools_stripped = 0  # tools taken out of the request, and calls out of the answer
+    trace: Trace | None = None  # while tracing is on
+    content: object | None = None  # what is kept for the content log, while there is one
     attempts = 0
     waited_for_body = 0.0  # seconds spent on the client's side of reading the body
     queued = 0.0  # seconds spent waiting for a place at a replica

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from gateway.config_access import KeyConfig, LimitsConfig, TenantConfig
 from gateway.records import Changes, KeyRecord, TenantRecord
+from gateway.tools import compile_policy
 from gateway.types import Limit, Limits, Principal, Tenant
 
 
@@ -122,7 +123,7 @@ def member(
 
 def _policy(record: TenantRecord) -> TenantPolicy:
     salt = hashlib.blake2b(record.name.encode(), key=b"sekisho prefix cache", digest_size=16).hexdigest()
-    tenant = Tenant(record.name, record.weight, record.priority, salt)
+    tenant = Tenant(record.name, record.weight, record.priority, salt, compile_policy(record.tools))
     return TenantPolicy(tenant, record.models, compile_limits(record.limits, "tenant", record.name))
 
 
@@ -147,7 +148,9 @@ def compile_limits(given: LimitsConfig, scope: str, name: str) -> Limits:
 
 # --- the configuration's tenants as records
 def _tenant_record(entry: TenantConfig) -> TenantRecord:
-    return TenantRecord(entry.name, entry.models, entry.limits, entry.weight, entry.priority, source="file")
+    return TenantRecord(
+        entry.name, entry.models, entry.limits, entry.weight, entry.priority, entry.tools, source="file"
+    )
 
 
 def _key_records(entry: TenantConfig) -> Iterator[KeyRecord]:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import ParamSpec, TypeVar
 
 from backends.base import Operation
 from gateway.attempt import PARSE_IN_THREAD_ABOVE, PARSER
@@ -19,12 +20,19 @@ from gateway.errors import (
     Internal,
     ShuttingDown,
 )
+from gateway.fetching import fetch_links
 from gateway.formcall import parse_form
 from gateway.forward import forward, join_model, token_budget
 from gateway.limits import Lease
-from gateway.media import check_media
+from gateway.media import Link, MediaRules, find_links, put_in
 from gateway.outcome import Outcome
 from gateway.state import Gateway
+from gateway.tool_offers import admit
+from gateway.types import ToolPolicy
+
+P = ParamSpec("P")
+T = TypeVar("T")
+WITHHELD = b"x-sekisho-tools-withheld: %d\r\n"  # tools that were taken out of the request
 
 log = logging.getLogger("sekisho")
 
@@ -33,6 +41,8 @@ async def serve(gateway: Gateway, cycle: HotCycle) -> None:
     """Carries one request from authentication to settled usage. A cancellation anywhere releases all that it holds."""
     now, limiter = gateway.snapshot, gateway.limiter  # one view to the end
     outcome = Outcome(cycle.operation, cycle.request_id, time.monotonic())
+    if gateway.tracer is not None:
+        outcome.trace = gateway.tracer.begin(cycle.headers)
     lease: Lease | None = None
     try:
         if gateway.draining:
@@ -44,8 +54,15 @@ async def serve(gateway: Gateway, cycle: HotCycle) -> None:
         call = await _read_call(cycle, outcome)
         call.tenant, call.session_id = principal.tenant, cycle.headers.get(b"x-session-id", b"")
         outcome.asked, outcome.stream = call.model, call.stream
+        if gateway.content is not None:
+            gateway.content.watch(cycle, call, outcome)
         outcome.model = model = resolve(call.model, principal, now.names)
-        check_media(call.body, now.media_hosts)
+        if principal.tenant.tools is not None:
+            await _hold_against(principal.tenant.tools, call)
+        if len(call.raw) > PARSE_IN_THREAD_ABOVE:
+            links = await _in_thread(find_links, call.body, call.raw, now.media)
+        else:
+            links = find_links(call.body, call.raw, now.media)
         parsed = time.monotonic()
         if principal.limits.tokens:
             budget = token_budget(call, model)
@@ -55,6 +72,11 @@ async def serve(gateway: Gateway, cycle: HotCycle) -> None:
         if model.limits is not None:
             await join_model(limiter, lease, call, model)
         cycle.extra_headers = lease.headers(parsed)
+        if call.withheld:
+            cycle.extra_headers += WITHHELD % call.withheld
+            outcome.tools_stripped = call.withheld
+        if links and now.media.fetched:
+            await _fetch(links, call, now.media, outcome)
         await forward(gateway, now, call, cycle, outcome, lease)
     except asyncio.CancelledError:
         _end(cycle, outcome, ClientGone() if cycle.disconnected else ShuttingDown())
@@ -73,21 +95,43 @@ async def serve(gateway: Gateway, cycle: HotCycle) -> None:
         gateway.finished.append(outcome)
 
 
+async def _fetch(links: list[Link], call: Call, rules: MediaRules, outcome: Outcome) -> None:
+    """Puts what the request links to into it. Others' servers take their time, which is none of the gateway's own."""
+    begun = time.monotonic()
+    contents = await fetch_links(links, len(call.raw), rules)
+    outcome.waited_for_body += time.monotonic() - begun
+    call.raw, call.body = await _in_thread(put_in, call.raw, call.body, contents)
+
+
+def _in_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> asyncio.Future[T]:
+    return asyncio.get_running_loop().run_in_executor(PARSER, partial(work, *args, **options))
+
+
 def _end(cycle: HotCycle, outcome: Outcome, error: GatewayError) -> None:
-    outcome.error, outcome.status = error, error.status
+    error.forget_frames()
+    outcome.error, outcome.status, outcome.begun = error, error.status, cycle.started
     cycle.fail(error)
 
 
 async def _read_call(cycle: HotCycle, outcome: Outcome) -> Call:
     if cycle.more_body or cycle.refused:
         begun = time.monotonic()
-        raw = await cycle.read_body()
+        await cycle.body_complete()
         outcome.waited_for_body = time.monotonic() - begun
-    else:
-        raw = cycle.take_body()
     parse: Callable[[Operation, bytes], Call] = parse_call
     if cycle.operation.takes_form:
         parse = partial(parse_form, content_type=cycle.headers.get(b"content-type"))
+    raw = cycle.take_body()
     if len(raw) > PARSE_IN_THREAD_ABOVE:
         return await asyncio.get_running_loop().run_in_executor(PARSER, parse, cycle.operation, raw)
     return parse(cycle.operation, raw)
+
+
+async def _hold_against(policy: ToolPolicy, call: Call) -> None:
+    """Raises: ToolNotAllowed, BadRequest."""
+    if call.operation is not Operation.CHAT:
+        return
+    if len(call.raw) > PARSE_IN_THREAD_ABOVE:
+        await asyncio.get_running_loop().run_in_executor(PARSER, admit, call, policy)
+    else:
+        admit(call, policy)

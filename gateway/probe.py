@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import logging
 import random
-import ssl
 import time
 
 import httpx
 
 from gateway.engine_client import EngineClient
 from gateway.fleet import Health, LoadTable, ReplicaState
+from gateway.tls import TlsFileError, blame
 from gateway.types import Replica
 
 INTERVAL = 5.0  # seconds between two looks at a replica, give or take a fifth
@@ -20,7 +20,7 @@ STARTING_INTERVAL = 0.5  # while an embedded engine loads its model
 RECHECK = 1.0  # when the last look contradicts what is believed
 AT_ONCE = 64  # replicas that are being asked at the same time
 
-UNREACHABLE = (httpx.HTTPError, OSError, ssl.SSLError, TimeoutError)
+UNREACHABLE = (httpx.HTTPError, OSError, TimeoutError, TlsFileError)
 
 log = logging.getLogger("sekisho.probe")
 
@@ -94,7 +94,7 @@ class Prober:
                 # An embedded engine that does not listen yet is on its way up, unless it has said that it cannot.
                 embedded = state.replica.embedded is not None
                 health = Health.LOADING if embedded and not state.hopeless else Health.DOWN
-                state.probe_failed(health, type(error).__name__, time.monotonic())
+                state.probe_failed(health, blame(error) or type(error).__name__, time.monotonic())
                 return False
             if not backend.is_ready(status, body):
                 health = Health.LOADING if backend.read_failure(status, body).kind == "loading" else Health.DOWN

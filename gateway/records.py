@@ -1,6 +1,7 @@
 """What the database keeps, as plain values: tenants, keys, usage, audit. The store's language, without SQL.
 
-Moments are Unix seconds, None = never. Limits are kept as the configuration writes them (`LimitsConfig`).
+Moments are Unix seconds, None = never. Limits and tools are kept as the configuration writes them
+(`LimitsConfig`, `ToolsConfig`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gateway.config_access import LimitsConfig
+from gateway.config_access import LimitsConfig, ToolsConfig
 from gateway.types import Network
 
 JSON = dict[str, Any]
@@ -24,6 +25,7 @@ class TenantRecord:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     weight: float = 1.0
     priority: int = 0
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
     created_at: float | None = None
     deleted_at: float | None = None
     source: str = "database"  # or "file": defined in the configuration, read-only here

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from ipaddress import ip_network
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +23,10 @@ from gateway.config import (
     Problem,
     ReplicaConfig,
 )
+from gateway.links import canonical_host
+from gateway.media import MediaRules
 from gateway.people import People, compile_limits
+from gateway.provenance import without_hash
 from gateway.types import EmbeddedModel, Endpoint, Limits, Model, Network, Principal, Replica, Tenant, Timeouts
 
 EMBEDDED = "llamacpp"
@@ -48,7 +52,7 @@ class Snapshot:
     names: Mapping[str, Model]  # names and aliases
     metrics_networks: tuple[Network, ...]
     trusted_proxies: tuple[Network, ...]
-    media_hosts: frozenset[str]
+    media: MediaRules
     max_event: int  # bytes
     expose_route: bool
     hedge_after: float | None  # seconds without a first byte, then a second replica is asked
@@ -71,7 +75,8 @@ def compile_config(
             people: those of the database, whom the configuration's come on top of.
     Raises: ConfigError for what this version cannot do yet: a setting without effect would be a trap.
     """
-    if problems := [Problem(file, None, path, message, hint) for path, message, hint in _not_offered(config)]:
+    refused = (*_not_offered(config), *without_hash(config))
+    if problems := [Problem(file, None, path, message, hint) for path, message, hint in refused]:
         raise ConfigError(problems)
     now = int(time.time())
     models = {entry.name: _model(entry, load, sockets, now) for entry in config.models}
@@ -89,10 +94,22 @@ def compile_config(
         names=MappingProxyType(names),
         metrics_networks=tuple(ip_network(str(cidr)) for cidr in config.metrics.allow),
         trusted_proxies=tuple(ip_network(str(cidr)) for cidr in config.server.trusted_proxies),
-        media_hosts=frozenset(str(host) for host in config.media.allow_hosts),
+        media=_media(config),
         max_event=config.server.max_event,
         expose_route=config.server.expose_route,
         hedge_after=config.routing.hedge_after,
+    )
+
+
+def _media(config: Config) -> MediaRules:
+    given = config.media
+    return MediaRules(
+        hosts=frozenset(host for name in given.allow_hosts if (host := canonical_host(str(name))) is not None),
+        networks=tuple(ip_network(str(network)) for network in given.allow_networks),
+        fetched=given.fetch == "gateway",
+        max_size=given.max_size,
+        timeout=given.timeout,
+        max_total=config.server.max_body,
     )
 
 
@@ -102,13 +119,11 @@ def _holders(config: Config, people: People) -> Mapping[str, Principal]:
 
 def _not_offered(config: Config) -> Iterator[tuple[str, str, str]]:
     """(path, what is wrong, what to write instead) for settings whose feature this version does not have."""
-    remove = "not offered by this version", "remove it"
-    if config.server.workers > 1:
-        yield "server.workers", "this version runs one process", "write 1"
-    if config.server.cors_origins:
-        yield "server.cors_origins", *remove
-    if config.logging.content != "none":
-        yield "logging.content", "this version never logs content", "write none"
+    if config.logging.content == "masked" and find_spec("phonenumbers") is None:
+        yield "logging.content", "masking needs the library phonenumbers", "install sekisho[masking], or write none"
+    for host in config.media.allow_hosts:
+        if canonical_host(str(host)) is None:
+            yield "media.allow_hosts", f"{host} is neither a name nor an address", "write addresses as in 10.0.5.7"
     for model in config.models:
         for replica in model.replicas:
             if replica.path is not None and replica.backend not in (None, EMBEDDED):

@@ -19,6 +19,7 @@ import orjson
 
 from backends.failures import Failure, FailureKind, read_failure
 from gateway import jsonscan
+from gateway.errors import GatewayError, from_failure
 from gateway.types import Usage
 
 MAX_EVENT = 32 * 1024 * 1024
@@ -35,8 +36,8 @@ class StreamTap:
     """
 
     __slots__ = (
-        "_finished", "_held", "_marks", "_model", "_new", "_old", "_prefix", "_seen", "_skip_newline", "_suffix",
-        "asked", "done", "events", "failure", "max_event", "started", "strip_usage", "tokens", "usage",
+        "_held", "_marks", "_model", "_new", "_old", "_prefix", "_skip_newline", "_suffix", "asked", "done", "events",
+        "failure", "finish_reasons", "identity", "max_event", "seen", "started", "strip_usage", "tokens", "usage",
     )  # fmt: skip
 
     def __init__(self, asked: str, *, strip_usage: bool, max_event: int = MAX_EVENT) -> None:
@@ -49,8 +50,9 @@ class StreamTap:
         self.done = False
         self._held = bytearray()  # an event whose end has not arrived
         self._skip_newline = False  # the last read ended in CR: a following LF belongs to it
-        self._seen: set[int] = set()  # choice indexes
-        self._finished: set[int] = set()
+        self.seen: set[int] = set()  # choice indexes
+        self.finish_reasons: dict[int, Any] = {}  # of those that have come to their end
+        self.identity: tuple[Any, Any] | None = None  # id and model of the answer, as its first chunk says
         self._prefix = b""  # how every ordinary chunk of this stream begins; empty until it has been learnt
         self._suffix = b"\n\n"  # and how it ends
         self._old = self._new = b""  # which of the two holds the name, and how it shall read
@@ -60,7 +62,12 @@ class StreamTap:
     @property
     def complete(self) -> bool:
         """Whether every choice came to its end. `[DONE]` alone does not say so: engines send it after errors too."""
-        return self.failure is None and bool(self._finished) and self._finished >= self._seen
+        return self.failure is None and bool(self.finish_reasons) and self.finish_reasons.keys() >= self.seen
+
+    def error(self) -> GatewayError:
+        """The failure, once there is one, as the client's error."""
+        assert self.failure is not None
+        return from_failure(self.failure)
 
     def feed(self, data: bytes) -> bytes:
         """What can go to the client of all that has arrived."""
@@ -200,6 +207,8 @@ class StreamTap:
 
     def _book(self, chunk: dict[str, Any]) -> bool:
         """Reads what a chunk says of usage and choices; whether the client is to see it."""
+        if self.identity is None:
+            self.identity = chunk.get("id"), chunk.get("model")
         choices = chunk.get("choices") or []
         usage = read_usage(chunk.get("usage"))
         if usage is not None:
@@ -228,9 +237,9 @@ class StreamTap:
             index = choice.get("index")
             if not isinstance(index, int):
                 index = 0
-            self._seen.add(index)
-            if choice.get("finish_reason"):
-                self._finished.add(index)
+            self.seen.add(index)
+            if reason := choice.get("finish_reason"):
+                self.finish_reasons[index] = reason
             delta = choice.get("delta")
             if choice.get("text") or (isinstance(delta, dict) and any(v for k, v in delta.items() if k != "role")):
                 carries = True

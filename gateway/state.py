@@ -13,19 +13,22 @@ from gateway.addresses import client_address
 from gateway.auth import UnverifiedToken, authenticate, check_address
 from gateway.call import Call
 from gateway.config_values import is_loopback
+from gateway.content.log import ContentLog
 from gateway.errors import AuthError, GatewayError, ModelBusy, NoReplica
-from gateway.fit import fails_alike, fitting
+from gateway.fit import fails_alike, fitting, refusal
 from gateway.fleet import MOST_VIEWS, Health, LoadTable, ReplicaState, describe
 from gateway.limits import Limiter
 from gateway.logs import AccessLog
 from gateway.metrics import Metrics
 from gateway.outcome import Outcome
+from gateway.places import Places
 from gateway.prefixes import PrefixIndex
 from gateway.retries import RetryBudget
 from gateway.routing import Ask, choose
 from gateway.snapshot import Snapshot
 from gateway.spool import UsageSink
 from gateway.tokens import Tokens
+from gateway.tracing import Tracer
 from gateway.types import Address, Model, Principal, Replica
 from gateway.upstream import Upstream
 from gateway.waiting import WaitingRoom
@@ -85,18 +88,24 @@ class Gateway:
         limiter: Limiter | None = None,
         tokens: Tokens | None = None,
         usage: UsageSink | None = None,
+        places: Places | None = None,
     ) -> None:
+        """`places`: what other workers have open."""
         self.snapshot = snapshot
         self.metrics, self.access_log, self.upstream = metrics, access_log, upstream
         self.limiter = limiter or Limiter()
         self.tokens = tokens or Tokens()
         self.usage = usage
-        self.fleet = LoadTable()
+        self.tracer: Tracer | None = None  # while tracing is on
+        self.content: ContentLog | None = None  # unless `logging.content` is none
+        self.fleet = LoadTable(places)
         self.waiting = WaitingRoom()
         self.retries = RetryBudget(snapshot.config.routing.retry_budget)
         self.prefixes = PrefixIndex(snapshot.config.routing.prefix_index)
         self._looked_at = time.monotonic()
         self.draining = False
+        self._several = places is not None  # worker processes
+        self._verbose = False  # choices are explained in the log
         self.finished: list[Outcome] = []  # not booked yet
         self._turns: dict[tuple[str, int, str], int] = {}  # choices made among the same replicas
 
@@ -118,11 +127,17 @@ class Gateway:
 
     def choose(self, model: Model, call: Call, tried: Sequence[str]) -> ReplicaState:
         """Raises: NoReplica; UnsupportedOperation, ContextTooLong when no replica could ever honour the request."""
+        groups = self.fleet.alike(model, call.operation)
+        only = groups.only
+        if only is not None and not tried and not self._verbose and refusal(groups.kinds[0], call) is None:
+            if only.open and only.has_room():
+                return only  # the usual case needs no choice
         states, perhaps = self.fitting(model, call)
-        if log.isEnabledFor(logging.DEBUG):
+        if self._verbose:
             log.debug("%s by %s, of: %s", model.name, model.policy, describe(states, tried, time.monotonic()))
-        if len(states) == 1 and not tried and states[0].open and states[0].has_room():
-            return states[0]  # the usual case needs no choice
+        if self._several:
+            for state in states:
+                state.share_places()
         try:
             return self._choose(model, call, states, tried)
         except NoReplica as error:
@@ -201,6 +216,7 @@ class Gateway:
 
     def look_over(self, now: float) -> None:
         """Called a few times a second: what follows from time alone."""
+        self._verbose = log.isEnabledFor(logging.DEBUG)
         self.fleet.look_over(now)
         self.waiting.look_over(now)
         routing = self.snapshot.config.routing
@@ -210,6 +226,19 @@ class Gateway:
         self.prefixes.retain({state.replica.id for state in self.fleet if state.health not in AWAY})
         self.prefixes.tidy(routing.prefix_index)
         self._looked_at = now
+
+    def set_draining(self, replica: str, draining: bool) -> ReplicaState | None:
+        """The replica, if there is one of that name."""
+        state = self.fleet.named(replica)
+        if state is not None:
+            state.set_draining(draining, time.monotonic())
+        return state
+
+    def offer(self, replica: str) -> None:
+        """Another worker has freed a place there."""
+        state = self.fleet.named(replica)
+        if state is not None and self.waiting.depth:
+            self.waiting.offer(state, time.monotonic())
 
     def book(self) -> None:
         """Takes finished requests into the metrics, the access log and the usage records. They are gathered and booked
@@ -221,3 +250,7 @@ class Gateway:
         self.access_log.add(finished)
         if self.usage is not None and finished:
             self.usage.add(finished)
+        if self.tracer is not None:
+            self.tracer.add(finished)
+        if self.content is not None:
+            self.content.add(finished)

@@ -18,6 +18,7 @@ from gateway.directory import Directory
 from gateway.errors import StoreUnavailable
 from gateway.limits import Limiter
 from gateway.metrics import counter, gauge
+from gateway.peers import Alone, Peers
 from gateway.records import JSON, Actor, Changes
 from gateway.snapshot import Snapshot
 from gateway.spool import UsageSink
@@ -28,7 +29,6 @@ from gateway.windows import period_of
 CHANGED = "people"  # the channel that says tenants or keys have changed
 PATIENCE = 5.0  # seconds that an audit entry may take after what it is about has happened
 SPOOL_PATIENCE = 40.0  # seconds that budgets wait for what a killed process has left: longer than its retries pause
-_SQLITE = "sqlite:///"
 
 if TYPE_CHECKING:
     from gateway.limits_redis import RedisCounters
@@ -45,7 +45,7 @@ class Stores:
         state = config.state
         url = state.database.get_secret_value() if state.database is not None else None
         self.directory = Directory(url, on_change)
-        self.usage = UsageSink(_spool(config, url, folder), self._store, state.usage_retention) if url else None
+        self.usage = UsageSink(state.spool_in(folder), self._store, state.usage_retention) if url else None
         self.shared: RedisCounters | None = None
         self.limiter = Limiter()
         if state.redis is not None:
@@ -55,6 +55,7 @@ class Stores:
                 state.redis.get_secret_value(), config.limits.on_store_failure, self.limiter.clock
             )
             self.limiter.shared = self.shared
+        self.peers: Peers = Alone()  # other workers of this gateway
         self._seeded: set[str] = set()  # names of budgets
         self._counting_since: dict[str, float] = {}  # the same -> Unix time from which this process counts them itself
         self.set_clock()
@@ -92,6 +93,7 @@ class Stores:
     async def refresh(self) -> None:
         """After a change made here: it is in force when this returns, and the other gateways are told."""
         await self.directory.refresh()
+        await self.peers.refresh()
         if self.shared is not None:
             await self.shared.publish(CHANGED, "changed")
 
@@ -157,13 +159,6 @@ class Stores:
 
     def _store(self) -> Store | None:
         return self.directory.store
-
-
-def _spool(config: Config, url: str, folder: Path) -> Path:
-    if config.state.spool is not None:
-        return config.state.spool
-    file = url.removeprefix(_SQLITE)
-    return (Path(file).parent if url.startswith(_SQLITE) and file != ":memory:" else folder) / "sekisho-spool"
 
 
 def _budgets(snapshot: Snapshot) -> Iterator[tuple[str, Limit]]:

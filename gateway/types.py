@@ -129,6 +129,16 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolPolicy:
+    """Which tools a tenant may use, as globs, and what becomes of the others."""
+
+    allow: tuple[str, ...]  # names
+    deny: tuple[str, ...]  # names; stronger than `allow`
+    types: tuple[str, ...]
+    strip: bool  # they are taken out; else requests and answers with them are refused
+
+
+@dataclass(frozen=True, slots=True)
 class Tenant:
     """Who pays."""
 
@@ -136,6 +146,7 @@ class Tenant:
     weight: float = 1.0
     priority: int = 0
     salt: str = ""  # keeps its prompts apart in the prefix caches of engines
+    tools: ToolPolicy | None = None  # None = every tool
 
 
 @dataclass(frozen=True, slots=True)

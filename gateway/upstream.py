@@ -21,9 +21,10 @@ import httptools
 
 from gateway.errors import UpstreamBroken, UpstreamUnreachable
 from gateway.reply import Record, Reply
+from gateway.tls import EngineTls, TlsFileError, blame
 from gateway.types import Endpoint, Timeouts
 
-MAX_HEAD = 64 * 1024  # bytes of an answer's headers
+MAX_HEAD = 64 * 1024  # bytes of an answer's headers; and of trailers and the like behind or between its body's bytes
 IDLE_CONNECTION = 30.0  # seconds a kept connection waits for its next request
 MOST_IDLE = 256  # kept connections per endpoint
 TICK = 0.25  # seconds between two looks at the time limits
@@ -41,7 +42,7 @@ class Connection(asyncio.Protocol):
     """One socket to an engine."""
 
     __slots__ = (
-        "_body", "_done", "_head_size", "_headers", "_keep", "_parser", "_pool", "_reply", "idle_since",
+        "_bare_size", "_body", "_done", "_headers", "_keep", "_parser", "_pool", "_reply", "idle_since",
         "loop", "paused", "transport",
     )  # fmt: skip
 
@@ -51,7 +52,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._reply: Reply | None = None
         self._headers: dict[bytes, bytes] = {}
-        self._head_size = 0  # bytes read before the head was complete
+        self._bare_size = 0  # bytes of reads in a row that held nothing of the body
         self._body: list[bytes] = []
         self._done = False  # the answer's last byte has come
         self._keep = False  # and the engine keeps the connection open
@@ -63,7 +64,7 @@ class Connection(asyncio.Protocol):
         assert self.transport is not None
         self._reply = reply
         self._done = self._keep = False
-        self._head_size = 0
+        self._bare_size = 0
         self.transport.write(request)
 
     def release(self, reply: Reply) -> None:
@@ -114,16 +115,17 @@ class Connection(asyncio.Protocol):
         if body:
             data = body[0] if len(body) == 1 else b"".join(body)
             body.clear()
+            self._bare_size = 0
             reply.feed(data)
+        elif not self._done:
+            self._bare_size += len(data)
+            if self._bare_size > MAX_HEAD:
+                reply.fail(UpstreamBroken("The engine's answer has too many headers."))
+                return
         if self._done:
             reply.end()
-        elif not reply.relaying:
-            if reply.status:
-                reply.wake()
-            else:
-                self._head_size += len(data)
-                if self._head_size > MAX_HEAD:
-                    reply.fail(UpstreamBroken("The engine's answer has too many headers."))
+        elif not reply.relaying and reply.status:
+            reply.wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
@@ -138,7 +140,8 @@ class Connection(asyncio.Protocol):
         elif reply.answered:
             reply.fail(UpstreamBroken("The connection to the engine was lost before the answer was finished."))
         else:
-            reply.fail(_Unanswered("The engine closed the connection without an answer."))
+            # In TLS 1.3 a connection is up before the engine has judged the gateway's certificate.
+            reply.fail(_Unanswered(blame(exc) or "The engine closed the connection without an answer."))
 
     @staticmethod
     def _is_framed(reply: Reply) -> bool:
@@ -176,11 +179,11 @@ class Pool:
 
     __slots__ = ("_endpoint", "_idle", "_open", "_tls", "loop")
 
-    def __init__(self, endpoint: Endpoint, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, endpoint: Endpoint, loop: asyncio.AbstractEventLoop, tls: EngineTls) -> None:
         self._endpoint = endpoint
         self._idle: deque[Connection] = deque()
         self._open: set[Connection] = set()
-        self._tls = tls_context(endpoint) if endpoint.tls else None
+        self._tls = tls
         self.loop = loop
 
     def take(self) -> Connection | None:
@@ -194,6 +197,7 @@ class Pool:
         """Raises: UpstreamUnreachable."""
         endpoint = self._endpoint
         try:
+            context = self._tls.context(endpoint) if endpoint.tls else None
             async with asyncio.timeout(timeout):
                 if endpoint.unix is not None:
                     _, connection = await self.loop.create_unix_connection(lambda: Connection(self), endpoint.unix)
@@ -202,17 +206,17 @@ class Pool:
                         lambda: Connection(self),
                         endpoint.host,
                         endpoint.port,
-                        ssl=self._tls,
-                        server_hostname=endpoint.host if self._tls else None,
+                        ssl=context,
+                        server_hostname=endpoint.host if context else None,
                     )
         except TimeoutError:
             raise UpstreamUnreachable(
                 f"The engine did not accept a connection within {timeout:g} s.", retry_after=5
             ) from None
-        except ssl.SSLError:
-            raise UpstreamUnreachable(
-                "The engine's TLS certificate or handshake was not acceptable.", retry_after=30
-            ) from None
+        except TlsFileError:  # which file, the log has said at the start
+            raise UpstreamUnreachable("The gateway's own TLS files for the engine are not usable.") from None
+        except ssl.SSLError as error:
+            raise UpstreamUnreachable(blame(error) or "", retry_after=30) from None
         except OSError:
             raise UpstreamUnreachable("The engine refused the connection.", retry_after=5) from None
         self._open.add(connection)
@@ -248,6 +252,7 @@ class Upstream:
     def __init__(self, max_response: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._pools: dict[Endpoint, Pool] = {}
+        self._tls = EngineTls()
         self._replies: set[Reply] = set()
         self.max_response = max_response
 
@@ -262,7 +267,7 @@ class Upstream:
         """
         pool = self._pools.get(endpoint)
         if pool is None:
-            pool = self._pools[endpoint] = Pool(endpoint, self._loop)
+            pool = self._pools[endpoint] = Pool(endpoint, self._loop, self._tls)
         connection = pool.take()
         kept = connection is not None
         while True:
@@ -300,15 +305,3 @@ class Upstream:
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
-
-
-def tls_context(endpoint: Endpoint) -> ssl.SSLContext:
-    """Verifies the engine against its own CA file or the system's, and shows a client certificate if there is one.
-
-    Raises: OSError, ssl.SSLError for files that cannot be read.
-    """
-    context = ssl.create_default_context(cafile=endpoint.ca_file)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    if endpoint.client_cert_file:
-        context.load_cert_chain(endpoint.client_cert_file, endpoint.client_key_file)
-    return context

@@ -152,12 +152,14 @@ class WaitingRoom:
             displaced = queue.displace(tenant.name, tenant.weight, tenant.priority)
             if displaced is None:
                 raise line.busy(now)
-            self.depth -= 1
+            self._left(displaced.item)
             displaced.item.wake()
         if not queue.waiting:
             line.pace.begins(now)
         waiter = Waiter(line, wish, wake)
         self.depth += 1
+        for state in wish.states:
+            state.wait_for(1)
         self._hand_out(line, now)
         return waiter
 
@@ -165,7 +167,7 @@ class WaitingRoom:
         """Ends a wait without a place. Nothing happens to one that has ended."""
         if waiter.ticket.waits:
             waiter.line.queue.remove(waiter.ticket)
-            self.depth -= 1
+            self._left(waiter)
             waiter.wake()
 
     def offer(self, state: ReplicaState, now: float) -> None:
@@ -200,12 +202,17 @@ class WaitingRoom:
         ticket = line.queue.take(state)
         if ticket is None:
             return False
-        self.depth -= 1
         waiter = ticket.item
+        self._left(waiter)
         waiter.state, waiter.trial = state, state.begin()
         line.pace.served(now)
         waiter.wake()
         return True
+
+    def _left(self, waiter: Waiter) -> None:
+        self.depth -= 1
+        for state in waiter.wish.states:
+            state.wait_for(-1)
 
     def _give_back(self, waiter: Waiter, state: ReplicaState) -> None:
         state.end(waiter.trial)

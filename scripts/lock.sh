@@ -13,8 +13,8 @@ compile() { # output, then further arguments
     --custom-compile-command "make lock" --output-file "$1" "${@:2}" pyproject.toml --group build
 }
 
-compile requirements-dev.lock --extra llamacpp --extra redis --extra postgres --extra otel --extra dev
-compile requirements.lock --constraint requirements-dev.lock --extra llamacpp --extra redis --extra postgres
+compile requirements-dev.lock --extra llamacpp --extra redis --extra postgres --extra otel --extra masking --extra dev
+compile requirements.lock --constraint requirements-dev.lock --extra llamacpp --extra redis --extra postgres --extra otel --extra masking
 # The constraint is how the two agree; it is no reason that a reader needs.
 for lock in requirements.lock requirements-dev.lock; do
   grep -v '^ *# *-c requirements-dev.lock$' "$lock" > "$lock.tmp"

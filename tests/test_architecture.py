@@ -19,16 +19,22 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS: dict[str, int] = {
     name: rank
     for rank, names in enumerate((
-        "units keys",
+        "units keys build",
         "types errors config config_checks config_load config_schema config_shape config_values config_yaml"
         " config_section config_server config_access config_models",
-        "call formcall jsonscan multipart answers auth catalog limits media outcome prefixes routing sse usage metrics"
-        " logs dialect_tap fit addresses windows fairness retries records people certificates claims",  # no network
-        "snapshot fleet waiting",  # state, one writer each
-        "reply cycle edge upstream passthrough engine_client probe discovery embedded limits_redis tokens store spool"
-        " directory",  # all network I/O
-        "state attempt hedge forward pipeline stores keybook",
+        "call formcall jsonscan jsonplaces multipart answers auth catalog limits media mediafields mediatypes links"
+        " outcome prefixes routing sse usage metrics"
+        " logs dialect_tap fit addresses crowd cors windows fairness retries records people certificates claims merged"
+        " tools tool_offers tool_calls tool_tap"
+        " lockfile permissions provenance tracecontext traces spans masking",  # no network
+        "places snapshot fleet waiting",  # state, one writer each
+        "reply cycle edge edge_settings tls handshake"
+        " upstream passthrough engine_client probe discovery embedded limits_redis tokens store spool"
+        " notify directory fetching"
+        " tracing content",  # all network I/O
+        "control listening peers state attempt hedge forward pipeline stores keybook",
         "api admin docs_page scan",
+        "configured worker supervisor member",
         "app commands",
         "__main__",
     ))
@@ -50,6 +56,7 @@ HTTPX_USERS = {
     "gateway.commands.remote": "the command line, talking to a running gateway",
     "gateway.tokens.places": "key sets of token issuers",
     "gateway.tokens": "the client that it makes for them",
+    "gateway.fetching": "what requests link to",
 }
 OTHER_CLIENTS = {"aiohttp", "requests", "urllib3", "http.client", "urllib.request", "httpcore"}
 EMBEDDED_ENGINE_USERS = {"gateway.embedded"}
@@ -60,7 +67,7 @@ DECIDERS = {
     f"gateway.{name}"
     for name in (
         "call formcall jsonscan multipart answers auth catalog limits media prefixes routing sse dialect_tap fit"
-        " fairness retries"
+        " fairness retries tools tool_offers tool_calls tool_tap jsonplaces mediafields mediatypes links"
     ).split()
 }
 

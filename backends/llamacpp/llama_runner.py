@@ -10,11 +10,12 @@ from backends.llamacpp.batcher import Batcher
 from backends.llamacpp.embedder import Embedder, embedding_context, pooling_of
 from backends.llamacpp.errors import EngineBroken, UsageProblem, failed, invalid, unsupported
 from backends.llamacpp.hardware import available_memory, physical_cores
-from backends.llamacpp.native import Bos, Model, check_file, last_errors
+from backends.llamacpp.native import Bos, Model, last_errors
 from backends.llamacpp.options import DEFAULT_CONTEXT, Options
 from backends.llamacpp.protocol import Prompt, Sampling
 from backends.llamacpp.runner import ModelInfo
 from backends.llamacpp.templates import ChatTemplate
+from backends.llamacpp.weights import checked
 
 _GIB = 1 << 30
 # metadata key under general.sampling -> field of Sampling
@@ -47,8 +48,8 @@ class LlamaRunner:
     def load(self) -> ModelInfo:
         """Verify, load, and create the context for generation. Raises: UsageProblem."""
         options = self._options
-        check_file(options.path, options.sha256)
-        self._model = model = Model(options.path, options.gpu_layers)
+        with checked(options.path, options.sha256) as files:
+            self._model = model = Model(options.path, files, options.gpu_layers)
         context = self._context(model)
         self._bos = model.bos()
         self._info = ModelInfo(

@@ -6,7 +6,6 @@ Vocabulary calls only read, so any thread may make them. Everything that takes a
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib
 import os
 import sys
@@ -14,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from backends.llamacpp.errors import EngineBroken, UsageProblem
@@ -53,19 +51,6 @@ def last_errors() -> str:
     return "; ".join(_errors)
 
 
-def check_file(path: str, sha256: str | None) -> None:
-    """Refuse early what llama.cpp would refuse late or load in spite of being another file. Raises: UsageProblem."""
-    try:
-        with Path(path).open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise UsageProblem(f"path: {path} is not a GGUF file")
-            file.seek(0)
-            if sha256 is not None and (found := hashlib.file_digest(file, "sha256").hexdigest()) != sha256.lower():
-                raise UsageProblem(f"sha256: {path} has {found}, not {sha256.lower()}")
-    except OSError as error:
-        raise UsageProblem(f"path: cannot read {path}: {error.strerror}") from None
-
-
 @dataclass(frozen=True, slots=True)
 class Bos:
     """The token a prompt begins with."""
@@ -77,12 +62,18 @@ class Bos:
 class Model:
     """A loaded model file."""
 
-    def __init__(self, path: str, gpu_layers: int) -> None:
-        """Raises: UsageProblem when llama.cpp cannot load the file."""
+    def __init__(self, path: str, files: Sequence[str], gpu_layers: int) -> None:
+        """Args:   path: for messages. files: what to open, in order; the first of a split model alone stands for all.
+        Raises: UsageProblem when llama.cpp cannot load them.
+        """
         self.lib = lib = llama()
         params = lib.llama_model_default_params()
         params.n_gpu_layers = gpu_layers if gpu_layers >= 0 else 1 << 30
-        self.handle = lib.llama_model_load_from_file(path.encode(), params)
+        names = (ctypes.c_char_p * len(files))(*map(os.fsencode, files))
+        if len(files) > 1:
+            self.handle = lib.llama_model_load_from_splits(names, len(files), params)
+        else:
+            self.handle = lib.llama_model_load_from_file(names[0], params)
         if not self.handle:
             raise UsageProblem(f"path: llama.cpp cannot load {path}: {last_errors() or 'unknown reason'}")
         self.vocab = lib.llama_model_get_vocab(self.handle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,10 +14,9 @@ from gateway.config import ConfigError, ModelConfig
 from gateway.errors import BadRequest, NotFound
 from gateway.fleet import ReplicaState
 from gateway.keybook.views import limits_document, listed
+from gateway.peers import Peers
 from gateway.state import Gateway
 from gateway.types import Model
-
-Reload = Callable[[], Awaitable[None]]
 
 router = APIRouter(dependencies=[Operators])
 
@@ -32,8 +31,8 @@ async def models(request: Request) -> Response:
 
 @router.get("/replicas", summary="Every replica and what is known of it")
 async def replicas(request: Request) -> Response:
-    gateway, now = gateway_of(request), time.monotonic()
-    entries = [replica_entry(state, now) for state in gateway.fleet]
+    gateway = gateway_of(request)
+    entries = together(replica_entries(gateway), await peers_of(request).replicas())
     return answer(listed(entries) | {"retries_left": round(gateway.retries.left, 1)})
 
 
@@ -49,9 +48,8 @@ async def undrain(request: Request, replica: str) -> Response:
 
 @router.post("/reload", summary="Read the configuration again: all of it or nothing")
 async def reload(request: Request) -> Response:
-    again: Reload = request.app.state.reload
     try:
-        await again()
+        await peers_of(request).reload()
     except ConfigError as error:
         # Its words name files and fields of the operator's own configuration, and never values.
         raise BadRequest(f"Not reloaded, the old configuration stays: {error}", code="invalid_configuration") from None
@@ -60,14 +58,32 @@ async def reload(request: Request) -> Response:
 
 
 async def _set_draining(request: Request, replica: str, draining: bool) -> Response:
-    for state in gateway_of(request).fleet:
-        if state.replica.id == replica:
-            before = state.draining
-            state.set_draining(draining, time.monotonic())
-            action = "replica.drain" if draining else "replica.undrain"
-            await note(request, action, replica, {"draining": before}, {"draining": draining})
-            return answer(replica_entry(state, time.monotonic()))
-    raise NotFound(f"There is no replica '{replica[:120]}'. GET /admin/v1/replicas lists them.", param="replica")
+    known = gateway_of(request).fleet.named(replica)
+    if known is None:
+        raise NotFound(f"There is no replica '{replica[:120]}'. GET /admin/v1/replicas lists them.", param="replica")
+    before = known.draining
+    known.set_draining(draining, time.monotonic())
+    await peers_of(request).set_draining(replica, draining)
+    action = "replica.drain" if draining else "replica.undrain"
+    await note(request, action, replica, {"draining": before}, {"draining": draining})
+    return answer(replica_entry(known, time.monotonic()))
+
+
+def peers_of(request: Request) -> Peers:
+    found: Peers = request.app.state.peers
+    return found
+
+
+def replica_entries(gateway: Gateway) -> list[dict[str, Any]]:
+    now = time.monotonic()
+    return [replica_entry(state, now) for state in gateway.fleet]
+
+
+def together(own: list[dict[str, Any]], others: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What all workers have open at each replica; the rest is this worker's own view of it."""
+    for entry in own:
+        entry["inflight"] += sum(one["inflight"] for page in others for one in page if one["id"] == entry["id"])
+    return own
 
 
 def model_entry(model: Model, configured: ModelConfig, gateway: Gateway, now: float) -> dict[str, Any]:

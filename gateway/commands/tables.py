@@ -21,12 +21,13 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]],
 
 
 def tenants_table(tenants: list[JSON]) -> Table:
-    columns = ("tenant", "models", "limits", "weight", "priority", "created", "source")
+    columns = ("tenant", "models", "limits", "tools", "weight", "priority", "created", "source")
     rows = (
         (
             one["name"],
             ", ".join(one["models"]) or _NOTHING,
             _limits(one["limits"]),
+            _tools(one.get("tools", {})),
             f"{one['weight']:g}",
             one["priority"],
             one["created_at"],
@@ -63,6 +64,15 @@ def _limits(limits: JSON) -> str:
     budgets = [f"{budget} budget" for budget in limits["token_budget"]]
     most = [f"{limits['concurrency']} at once"] if limits["concurrency"] is not None else []
     return ", ".join([*rates, *budgets, *most]) or _NOTHING
+
+
+def _tools(tools: JSON) -> str:
+    """What differs from every tool being allowed."""
+    allow, deny, types = (tools.get(name, usual) for name, usual in (("allow", ["*"]), ("deny", []), ("types", ["*"])))
+    said = [", ".join(allow) or "none"] if allow != ["*"] else []
+    said += [f"not {', '.join(deny)}"] if deny else []
+    said += [f"types {', '.join(types) or 'none'}"] if types != ["*"] else []
+    return "; ".join([*said, *([tools["on_violation"]] if said else [])]) or _NOTHING
 
 
 def usage_table(sums: list[JSON]) -> Table:

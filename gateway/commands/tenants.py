@@ -6,6 +6,7 @@ import typer
 
 from gateway.commands.common import JsonOption, Place, given, placed, print_json, print_tables
 from gateway.commands.limits import BudgetOption, ConcurrencyOption, RequestsOption, TokensOption, given_limits
+from gateway.commands.tools import AllowOption, DenyOption, TypesOption, ViolationOption, given_tools
 
 tenants_app = typer.Typer(help="Tenants.", rich_markup_mode=None)
 
@@ -38,10 +39,16 @@ def create_tenant(
     concurrency: ConcurrencyOption = None,
     weight: WeightOption = None,
     priority: PriorityOption = None,
+    allow_tools: AllowOption = None,
+    deny_tools: DenyOption = None,
+    tool_types: TypesOption = None,
+    tool_violation: ViolationOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Create a tenant. Without --model it may use every model."""
     body = _body(model, weight, priority) | {"limits": given_limits(requests, tokens, budget, concurrency)}
+    if tools := given_tools(allow_tools, deny_tools, tool_types, tool_violation):
+        body["tools"] = tools
     with place.open() as client:
         document = client.create_tenant({"name": name, **body})
     _show(document, [document], as_json)
@@ -59,14 +66,22 @@ def update_tenant(
     concurrency: ConcurrencyOption = None,
     weight: WeightOption = None,
     priority: PriorityOption = None,
+    allow_tools: AllowOption = None,
+    deny_tools: DenyOption = None,
+    tool_types: TypesOption = None,
+    tool_violation: ViolationOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Change a tenant; what is left out stays. `none` takes a limit away."""
+    """Change a tenant; what is left out stays. `none` takes a limit away, or every glob of a list of tools."""
     body = _body(model, weight, priority)
     limits = given_limits(requests, tokens, budget, concurrency)
+    tools = given_tools(allow_tools, deny_tools, tool_types, tool_violation)
     with place.open() as client:
+        before = client.tenant(name) if limits or tools else {}
         if limits:
-            body["limits"] = client.tenant(name)["limits"] | limits
+            body["limits"] = before["limits"] | limits
+        if tools:
+            body["tools"] = before.get("tools", {}) | tools
         document = client.update_tenant(name, body)
     _show(document, [document], as_json)
 

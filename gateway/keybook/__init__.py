@@ -66,7 +66,7 @@ class Keybook:
     async def create_tenant(self, body: object, actor: Actor) -> JSON:
         form = read(TenantForm, body)
         self._not_of_file(form.name)
-        wanted = TenantRecord(form.name, form.models, form.limits, form.weight, form.priority)
+        wanted = TenantRecord(form.name, form.models, form.limits, form.weight, form.priority, form.tools)
         return tenant_document(await self._store.create_tenant(wanted, actor))
 
     async def update_tenant(self, name: str, body: object, actor: Actor) -> JSON:

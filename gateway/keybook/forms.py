@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails
 
-from gateway.config_access import LimitsConfig, Role
+from gateway.config_access import LimitsConfig, Role, ToolsConfig
 from gateway.config_load import nearest
 from gateway.config_values import Glob, NetworkField, TenantName, Weight, Whole
 from gateway.config_yaml import dotted
@@ -83,6 +83,7 @@ class TenantForm(Form):
     limits: LimitsConfig = Field(LimitsConfig(), description="Limits of all its keys together. Default: none.")
     weight: Weight = Field(1.0, description="Share of a model's queue when tenants contend for it.")
     priority: Whole = Field(0, ge=-1000, le=1000, description="Higher is served first, before any share.")
+    tools: ToolsConfig = Field(ToolsConfig(), description="Tools its requests may use. Default: all.")
 
 
 class TenantChange(Change):
@@ -92,6 +93,7 @@ class TenantChange(Change):
     limits: LimitsConfig = LimitsConfig()
     weight: Weight = 1.0
     priority: Whole = Field(0, ge=-1000, le=1000)
+    tools: ToolsConfig = ToolsConfig()
 
 
 class KeyForm(Form):
@@ -214,7 +216,8 @@ def shown_name(name: str) -> str | None:
 
 
 def _guess(form: type[BaseModel], path: tuple[int | str, ...]) -> str:
-    names = form.model_fields if len(path) == 1 else LimitsConfig.model_fields
+    inner = ToolsConfig if path[0] == "tools" else LimitsConfig
+    names = (form if len(path) == 1 else inner).model_fields
     close = nearest(str(path[-1]), [info.alias or name for name, info in names.items()])
     return f", {close.rstrip('?')}" if close else ""
 

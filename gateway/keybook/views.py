@@ -19,6 +19,7 @@ def tenant_document(tenant: TenantRecord) -> JSON:
         "limits": limits_document(tenant.limits),
         "weight": tenant.weight,
         "priority": tenant.priority,
+        "tools": tenant.tools.model_dump(mode="json"),
         "created_at": iso_or_none(tenant.created_at),
         "source": tenant.source,
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Row
 
-from gateway.config_access import LimitsConfig
+from gateway.config_access import LimitsConfig, ToolsConfig
 from gateway.records import JSON, KeyRecord, TenantRecord
 from gateway.store.chain import canonical
 from gateway.types import Network
@@ -25,6 +25,7 @@ def tenant_values(record: TenantRecord) -> dict[str, Any]:
         "priority": record.priority,
         "created_at": record.created_at,
         "deleted_at": record.deleted_at,
+        "tools": canonical(tools) if (tools := _tools_json(record.tools)) else None,
     }
 
 
@@ -35,13 +36,15 @@ def tenant_record(row: Row[Any]) -> TenantRecord:
         limits=_limits(row.limits),
         weight=row.weight,
         priority=row.priority,
+        tools=ToolsConfig() if row.tools is None else _tools(row.tools),
         created_at=row.created_at,
         deleted_at=row.deleted_at,
     )
 
 
 def tenant_json(record: TenantRecord) -> JSON:
-    return tenant_values(record) | {"models": record.models, "limits": _limits_json(record.limits)}
+    limits, tools = _limits_json(record.limits), _tools_json(record.tools)
+    return tenant_values(record) | {"models": record.models, "limits": limits, "tools": tools}
 
 
 def key_values(record: KeyRecord) -> dict[str, Any]:
@@ -92,6 +95,10 @@ def _limits_json(limits: LimitsConfig) -> JSON:
     return limits.model_dump(mode="json", exclude_defaults=True)
 
 
+def _tools_json(tools: ToolsConfig) -> JSON:
+    return tools.model_dump(mode="json", exclude_defaults=True)
+
+
 def _networks_json(networks: tuple[Network, ...]) -> list[str]:
     return [str(network) for network in networks]
 
@@ -105,6 +112,11 @@ def _models(text: str) -> tuple[str, ...]:
 @lru_cache(maxsize=4096)
 def _limits(text: str) -> LimitsConfig:
     return LimitsConfig.model_validate_json(text)
+
+
+@lru_cache(maxsize=4096)
+def _tools(text: str) -> ToolsConfig:
+    return ToolsConfig.model_validate_json(text)
 
 
 @lru_cache(maxsize=4096)

@@ -65,6 +65,7 @@ tenants = Table(
     Column("created_at", Double, nullable=False),
     Column("deleted_at", Double),
     Column("changed", BigInteger, nullable=False),  # version of its last change
+    Column("tools", Words),  # null = every tool
     Index("tenants_changed", "changed"),
 )
 

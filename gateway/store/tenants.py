@@ -16,7 +16,7 @@ from gateway.store.database import Database
 from gateway.store.rows import tenant_json, tenant_record, tenant_values
 from gateway.store.turn import Turn, changing
 
-_FIELDS = {"models", "limits", "weight", "priority"}
+_FIELDS = {"models", "limits", "weight", "priority", "tools"}
 
 
 class Tenants:
@@ -46,7 +46,7 @@ class Tenants:
             return fresh
 
     async def update_tenant(self, name: str, changes: Mapping[str, Any], actor: Actor) -> TenantRecord:
-        """`changes`: new values of models, limits, weight or priority. Raises: NotFound, StoreUnavailable."""
+        """`changes`: new values of models, limits, weight, priority or tools. Raises: NotFound, StoreUnavailable."""
         if wrong := changes.keys() - _FIELDS:
             raise ValueError(f"not to be changed: {', '.join(sorted(wrong))}")
         async with changing(self._database) as turn:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
+import ssl
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.doubles.engine import Exchange
-from tests.e2e.harness import Lab, chat, eventually, replica, together
+from tests.doubles.engine import Certificates, Exchange
+from tests.e2e.harness import Gateway, Lab, base_config, chat, eventually, replica, together
 from tests.e2e.wire import request
 
 
@@ -396,3 +399,138 @@ def test_more_connections_than_allowed_are_refused_with_a_hint(lab: Lab) -> None
         for wire in wires:
             wire.close()
     assert eventually(lambda: lab.chat().status == 200)
+
+
+# --- one address, many connections
+def test_one_address_cannot_take_everybodys_place(lab: Lab) -> None:
+    """And gets its places back one by one as its connections end."""
+    lab.serve({"m": [replica(lab.engine())]}, server={"max_connections": 60, "max_connections_per_address": 8})
+    kept = [connect(lab, "127.0.0.9") for _ in range(8)]
+    try:
+        for _ in range(5):
+            assert health(connect(lab, "127.0.0.9")) == b"503"
+        assert lab.chat().status == 200  # from another address
+        kept.pop().close()
+        assert eventually(lambda: health(connect(lab, "127.0.0.9")) == b"200")
+    finally:
+        for sock in kept:
+            sock.close()
+
+
+def test_proxies_are_many_callers(lab: Lab) -> None:
+    server = {"max_connections": 60, "max_connections_per_address": 2, "trusted_proxies": ["127.0.0.10/32"]}
+    lab.serve({"m": [replica(lab.engine())]}, server=server)
+    for source, wanted in (("127.0.0.10", b"200"), ("127.0.0.11", b"503")):
+        kept = [connect(lab, source) for _ in range(4)]
+        assert health(connect(lab, source)) == wanted
+        for sock in kept:
+            sock.close()
+
+
+def test_refused_connections_take_no_place_of_others(lab: Lab) -> None:
+    """They are let go slowly, so that they can read why; meanwhile they count for nobody."""
+    lab.serve({"m": [replica(lab.engine())]}, server={"max_connections": 12, "max_connections_per_address": 2})
+    socks = [connect(lab, "127.0.0.9") for _ in range(40)]
+    assert lab.chat().status == 200
+    for sock in socks:
+        sock.close()
+
+
+def test_the_limit_holds_before_a_handshake_is_over(
+    start: Callable[..., Gateway], certificates: Certificates
+) -> None:
+    """Who connects and says nothing has taken a place already."""
+    tls = {"cert_file": str(certificates.cert_file), "key_file": str(certificates.key_file)}
+    server = {"tls": tls, "max_connections": 60, "max_connections_per_address": 4}
+    verify = ssl.create_default_context(cafile=str(certificates.ca_file))
+    gateway = start(base_config({}, [], server=server), scheme="https", verify=verify)
+
+    def ask(source: str) -> bytes:
+        with socket.create_connection(("127.0.0.1", gateway.port), 20, (source, 0)) as plain:
+            with verify.wrap_socket(plain, server_hostname="localhost") as sock:
+                sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                return sock.recv(1 << 16).split(b" ")[1]
+
+    silent = [socket.create_connection(("127.0.0.1", gateway.port), 20, ("127.0.0.9", 0)) for _ in range(4)]
+    assert eventually(lambda: ask("127.0.0.9") == b"503")
+    assert ask("127.0.0.12") == b"200"
+    for sock in silent:
+        sock.close()
+    assert eventually(lambda: ask("127.0.0.9") == b"200")
+
+
+def connect(lab: Lab, source: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", lab.gateway.port), 20, (source, 0))
+
+
+def health(sock: socket.socket) -> bytes:
+    """The status of /health, or of the refusal that came before it was asked for."""
+    with sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        return sock.recv(1 << 16).split(b" ")[1]
+
+
+# --- parts in great number
+@pytest.mark.parametrize(("count", "status"), [(190, 200), (201, 431), (3000, 431)])
+def test_heads_of_many_headers_are_refused(lab: Lab, count: int, status: int) -> None:
+    engine = lab.one()
+    answer = lab.call(chat(), headers=[f"x-{number}: a" for number in range(count)])
+    assert answer.status == status and len(engine.requests) == (status == 200)
+
+
+def test_a_request_needs_a_host_unless_it_is_an_old_one(lab: Lab) -> None:
+    lab.one()
+    for version, hosts, status in (("1.1", b"", 400), ("1.0", b"", 200), ("1.1", b"hOsT: x\r\n", 200)):
+        data = request("POST", "/v1/chat/completions", chat(), key=lab.key, version=version)
+        with lab.gateway.wire() as wire:
+            wire.send(data.replace(b"host: localhost\r\n", hosts))
+            assert wire.answer().rest().status == status
+
+
+@pytest.mark.parametrize(
+    ("start", "block"),
+    [(b"0\r\nx: ", b"a" * 4096), (b"0\r\n", b"x: a\r\n" * 500), (b"1;", b"a" * 4096)],
+    ids=["one trailer", "trailers", "an extension"],
+)
+def test_what_is_around_a_body_is_bounded(lab: Lab, start: bytes, block: bytes) -> None:
+    """A trailer of 200 MB would stop the event loop for half a minute."""
+    engine = lab.one()
+    head = request("POST", "/v1/chat/completions", key=lab.key, headers=["transfer-encoding: chunked"])
+    with lab.gateway.wire() as wire:
+        wire.send(head.replace(b"\r\ncontent-length: 0", b"") + start)
+        try:
+            for _ in range(2000):
+                wire.send(block)
+        except (BrokenPipeError, ConnectionError):
+            pass
+        answer = wire.answer().rest()
+        assert answer.status == 400 and answer.error()["code"] == "invalid_http"
+    assert not engine.requests
+
+
+def test_a_body_of_crumbs_costs_what_it_weighs(lab: Lab) -> None:
+    """Two million pieces of two bytes would take more than 100 MB."""
+    lab.serve({"m": [replica(lab.engine())]}, server={"max_body": "32MiB"})
+    process = psutil.Process(lab.gateway.process.pid)
+    head = request("POST", "/v1/chat/completions", key=lab.key, headers=["transfer-encoding: chunked"])
+    body = json.dumps(chat(padding="x" * 4_000_000)).encode()
+    crumbs = [b"2\r\n%b\r\n" % body[place : place + 2] for place in range(0, len(body) - 1, 2)]
+    rest = body[2 * len(crumbs) :]
+    before = process.memory_info().rss
+    with lab.gateway.wire() as wire:
+        wire.send(head.replace(b"\r\ncontent-length: 0", b"") + b"".join(crumbs))
+        assert process.memory_info().rss - before < 32 << 20
+        wire.send((b"%x\r\n%b\r\n" % (len(rest), rest) if rest else b"") + b"0\r\n\r\n")
+        assert wire.answer().rest().status == 200
+
+
+@pytest.mark.parametrize("kind", ["refused", "unknown", "broken"])
+def test_memory_of_large_requests_that_fail_comes_back(lab: Lab, kind: str) -> None:
+    """The error knows where it was raised, and so all that was at hand there."""
+    lab.one(script=lambda x: x.fail("no", 400))
+    process = psutil.Process(lab.gateway.process.pid)
+    body = json.dumps(chat("nobody" if kind == "unknown" else "m", x="A" * 20_000_000)).encode()
+    before = process.memory_info().rss
+    for _ in range(20):
+        assert lab.call(body[:-1] if kind == "broken" else body).status in (400, 404)
+    assert eventually(lambda: process.memory_info().rss - before < 220 << 20)

@@ -408,7 +408,7 @@ def test_images_inside_the_request_pass_untouched(lab: Lab) -> None:
 
 def test_hosts_the_operator_has_named_may_be_linked(lab: Lab) -> None:
     engine = lab.engine()
-    lab.serve({"m": [replica(engine)]}, media={"allow_hosts": ["images.example"]})
+    lab.serve({"m": [replica(engine)]}, media={"allow_hosts": ["images.example"], "fetch": "engine"})
     assert lab.call(image("https://images.example/cat.png")).status == 200
     for url in ("https://images.example.evil/", "https://evil@images.example:80@127.0.0.1/", "https://x.images.example/"):
         assert lab.call(image(url)).status == 400

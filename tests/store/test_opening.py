@@ -19,6 +19,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection
 
 from gateway.config import StartupError
+from gateway.config_access import ToolsConfig
 from gateway.errors import StoreUnavailable
 from gateway.records import TenantRecord
 from gateway.store import schema
@@ -68,9 +69,24 @@ def test_processes_that_open_an_empty_database_together_migrate_it_once(
         contender.go()
     for contender in contenders:
         contender.finish()
-    assert place.sql("SELECT version_num FROM alembic_version").split() == ["0001"]
+    assert place.sql("SELECT version_num FROM alembic_version").split() == ["0002"]
     store = open_bench(place.url)
     assert len(store.tenants()) == store.version() == 12
+    assert store.verify_audit().ok
+
+
+def test_tenants_from_before_there_was_a_policy_may_use_every_tool(
+    place: Place, open_bench: Callable[[str], Bench]
+) -> None:
+    open_bench(place.url).create_tenant(TenantRecord("acme", weight=2.0), ADMIN)
+    place.sql("ALTER TABLE tenants DROP COLUMN tools")
+    place.sql("UPDATE alembic_version SET version_num = '0001'")
+    store = open_bench(place.url)
+    (tenant,) = store.tenants()
+    assert (tenant.weight, tenant.tools) == (2.0, ToolsConfig())
+    tools = ToolsConfig.model_validate({"allow": ["みかん*"], "on_violation": "strip"})
+    assert store.update_tenant("acme", {"tools": tools}, ADMIN).tools == tools
+    assert [one.tools for one in open_bench(place.url).tenants()] == [tools]
     assert store.verify_audit().ok
 
 

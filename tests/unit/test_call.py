@@ -14,6 +14,7 @@ from backends.base import REMOVE, Operation
 from gateway.attempt import request_bytes
 from gateway.call import Call, estimate_prompt, parse_call
 from gateway.errors import BadRequest, InvalidBody
+from gateway.jsonscan import members
 from gateway.types import EmbeddedModel, Endpoint, Replica, Tenant, Timeouts
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
@@ -421,3 +422,24 @@ def test_tools_are_part_of_the_prompt() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     plain, offering = (parse_call(Operation.CHAT, json.dumps(one).encode()) for one in (body, body | {"tools": tools}))
     assert offering.prompt_tokens - plain.prompt_tokens > 900
+
+
+# --- bodies that cost more than they weigh
+@pytest.mark.parametrize("keys", [47, 60, 3000])
+def test_many_keys_are_walked_over_once(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting each of 15,000 in all of the body took a second."""
+    walks = []
+    monkeypatch.setattr("gateway.call.jsonscan.members", lambda raw: walks.append(raw) or members(raw))
+    raw = chat("".join(f', "k{number}": 1' for number in range(keys - 2)).removeprefix(", "))
+    assert len(parse_call(Operation.CHAT, raw).body) == keys
+    assert len(walks) == (keys > 48)
+
+
+@pytest.mark.parametrize("node", [b"[]", b"{}"])
+def test_objects_and_lists_are_bounded_before_they_are_made(node: bytes) -> None:
+    for count, good in ((499_000, True), (500_001, False)):
+        raw = CHAT[:-1] + b', "x": [' + b",".join([node] * count) + b"]}"
+        if good:
+            assert parse_call(Operation.CHAT, raw).model
+        else:
+            assert "500000" in refused(raw).message

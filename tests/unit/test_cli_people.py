@@ -391,3 +391,28 @@ def test_there_is_no_way_to_put_the_admin_key_on_the_command_line(run: Run) -> N
         assert "--key-file" in options and not {"--api-key", "--admin-key", "--token"} & {*options}
 
 
+
+
+# --- tools of tenants
+def test_tools_of_a_tenant_from_the_command_line(run: Run) -> None:
+    def tools() -> Any:
+        (one,) = [one for one in asked(run, "tenants", "list")["data"] if one["name"] == "shop"]
+        return one["tools"]
+
+    lists = ("--allow-tools", "get_*", "--allow-tools", "put_*", "--deny-tools", "get_all")
+    good(run, "tenants", "create", "shop", *lists, "--tool-violation", "strip")
+    strict = {"allow": ["get_*", "put_*"], "deny": ["get_all"], "types": ["*"], "on_violation": "strip"}
+    assert tools() == strict
+    table = good(run, "tenants", "list")
+    assert all(word in table for word in ("get_*, put_*", "not get_all", "strip"))
+    good(run, "tenants", "update", "shop", "--weight", "2")
+    assert tools() == strict
+    good(run, "tenants", "update", "shop", "--tool-types", "function", "--deny-tools", "none")
+    assert tools() == strict | {"types": ["function"], "deny": []}
+    good(run, "tenants", "update", "shop", "--allow-tools", "none", "--tool-violation", "refuse")
+    assert tools()["allow"] == [] and "none" in good(run, "tenants", "list")
+    before, after = entries(run)[-1]["before"]["tools"], entries(run)[-1]["after"]["tools"]
+    assert (before["on_violation"], before["allow"]) == ("strip", ["get_*", "put_*"])
+    assert after == {"allow": [], "types": ["function"]}
+    code, _, err = run("tenants", "update", "shop", "--tool-violation", "ignore")
+    assert code == 2 and err.count("\n") == 1 and "strip" in err

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.jsonscan import members, splice
+from gateway.jsonscan import members, splice, text_span
 
 SPACE = st.text(" \t\n\r", max_size=3)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8) | st.sampled_from(
@@ -145,3 +145,17 @@ def test_large_strings_are_stepped_over(make: Callable[[int], bytes]) -> None:
     text = b'{"a":"' + make(200_000) + b'","b":{"c":["' + make(100_000) + b'"]},"d":1}'
     assert [member.key for member in members(text)] == ["a", "b", "d"]
     assert json.loads(splice(text, {"d": b"2"}))["d"] == 2
+
+
+@settings(max_examples=300)
+@given(objects(), TEXT)
+def test_a_text_is_found_where_it_is(given: tuple[bytes, list[tuple[str, bytes]]], name: str) -> None:
+    text, pairs = given
+    if any(key == "model" for key, _ in pairs):
+        return
+    for spelt in ('"model"', '"\\u006dodel"'):
+        rest = text[text.index(b"{") + 1 :]
+        whole = b"{" + spelt.encode() + b" : " + json.dumps(name).encode() + (b"," if pairs else b"") + rest
+        start, end = text_span(whole, "model")
+        assert json.loads(whole[start:end]) == name
+        assert (start, end) == next((one.value, one.end) for one in members(whole) if one.key == "model")

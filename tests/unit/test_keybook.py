@@ -496,3 +496,36 @@ def test_a_wrong_question_about_the_audit_trail_is_refused(desk: Desk, query: di
     with pytest.raises(BadRequest) as refused:
         desk.run(desk.book.audit(query))
     assert refused.value.param == next(iter(query))
+
+
+# --- tools of tenants
+def test_tools_are_told_in_full_and_replaced_as_a_whole(desk: Desk) -> None:
+    everything = {"allow": ["*"], "deny": [], "types": ["*"], "on_violation": "refuse"}
+    assert desk.tenant("plain")["tools"] == everything
+    made = desk.tenant("t", tools={"deny": ["rm_*"], "on_violation": "strip"})
+    assert made["tools"] == everything | {"deny": ["rm_*"], "on_violation": "strip"}
+    assert desk.run(desk.book.update_tenant("t", {"weight": 2}, ACTOR))["tools"] == made["tools"]
+    changed = desk.run(desk.book.update_tenant("t", {"tools": {"allow": ["get_*"]}}, ACTOR))
+    assert changed["tools"] == everything | {"allow": ["get_*"]} == desk.run(desk.book.tenant("t"))["tools"]
+    assert desk.run(desk.book.update_tenant("t", {"tools": {}}, ACTOR))["tools"] == everything
+
+
+@pytest.mark.parametrize(
+    ("tools", "param", "said"),
+    [
+        ({"alow": []}, "tools.alow", "allow"),
+        ({"allow": ["["]}, "tools.allow[0]", "glob"),
+        ({"deny": ["x"] * 1001}, "tools.deny", "1000"),
+        ({"on_violation": "ignore"}, "tools.on_violation", "strip"),
+        ([], "tools", ""),
+    ],
+)
+def test_wrong_tools_are_refused_by_name(desk: Desk, tools: Any, param: str, said: str) -> None:
+    desk.tenant("t")
+    for work in (
+        desk.book.create_tenant({"name": "n", "tools": tools}, ACTOR),
+        desk.book.update_tenant("t", {"tools": tools}, ACTOR),
+    ):
+        with pytest.raises(BadRequest) as raised:
+            desk.run(work)
+        assert raised.value.param == param and said in raised.value.message

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.config import LimitsConfig, TenantConfig
+from gateway.config_access import ToolsConfig
 from gateway.people import People, compile_limits, member
 from gateway.records import Changes, KeyRecord, TenantRecord
-from gateway.types import Limit, Limits, Principal
+from gateway.types import Limit, Limits, Principal, ToolPolicy
 
 NAMES = ["red", "green", "blue", "grey"]
 MODELS = st.sampled_from([("*",), ("small", "llama-*"), ()])
@@ -286,3 +287,20 @@ def test_counters_of_different_owners_never_meet(owners: list[tuple[str, str]]) 
     compiled: Mapping[tuple[str, str], Limits] = {owner: compile_limits(every, *owner) for owner in owners}
     names = [name for limits in compiled.values() for name, _ in (*limits.requests, *limits.tokens)]
     assert len(names) == 6 * len(compiled) == len(set(names))
+
+
+def test_a_tenants_callers_have_its_tool_policy() -> None:
+    given = {"deny": ["rm_*"], "on_violation": "strip"}
+    policy = ToolPolicy(("*",), ("rm_*",), ("*",), strip=True)
+    entry = {"name": "file", "tools": given, "keys": [{"name": "k", "sha256": digest(1).hex()}]}
+    people = People().with_file([TenantConfig.model_validate(entry)])
+    assert people.keys[digest(1)].tenant.tools == policy == member(
+        people.tenants["file"], "cert:x", "user", ("*",), None, b""
+    ).tenant.tools  # fmt: skip
+    key = KeyRecord("id", "stored", "k", digest(2))
+    plain = TenantRecord("stored")
+    people = people.with_changes(Changes(1, [plain], [key]))
+    assert people.keys[digest(2)].tenant.tools is None
+    people = people.with_changes(Changes(2, [replace(plain, tools=ToolsConfig.model_validate(given))], []))
+    assert people.keys[digest(2)].tenant.tools == policy
+    assert people.with_changes(Changes(3, [plain], [])).keys[digest(2)].tenant.tools is None
