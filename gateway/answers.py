@@ -17,7 +17,7 @@ from gateway.call import Call
 from gateway.errors import GatewayError, ToolCallNotAllowed
 from gateway.sse import read_usage
 from gateway.tools import screen_answer
-from gateway.traces import Leg, said_by
+from gateway.tracing.trace import Leg, said_by
 from gateway.types import ToolPolicy, Usage
 
 _VECTOR = re.compile(rb'"embedding"[ \t\n\r]*:[ \t\n\r]*(["\[])')

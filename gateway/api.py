@@ -19,14 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway import errors, metrics
 from gateway.addresses import is_inside
 from gateway.catalog import resolve, visible
-from gateway.cycle import new_request_id
 from gateway.docs_page import documented_operations, render, with_refusals
-from gateway.edge import HOT_ROUTES
+from gateway.edge.cycle import new_request_id
+from gateway.edge.routes import HOT_ROUTES
 from gateway.errors import Forbidden, GatewayError, Internal, MethodNotAllowed, NotFound
-from gateway.fleet import Health
-from gateway.peers import Peers
+from gateway.replica_state import Health
 from gateway.state import Gateway, caller_address
 from gateway.types import Model, Principal
+from gateway.workers.peers import Peers
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 DOCUMENTATION = frozenset({"/docs", "/openapi.json"})
@@ -43,9 +43,8 @@ class Gatekeeper:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope["state"]["request_id"] = request_id = new_request_id()
-
         state = scope["state"]
+        state["request_id"] = request_id = new_request_id()
 
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -19,12 +19,11 @@ from gateway.configured import Files, Keeper
 from gateway.embedded import EmbeddedEngines
 from gateway.listening import listen, listen_together, raise_file_limit
 from gateway.notify import Notifier
-from gateway.peers import Alone
 from gateway.records import Actor
 from gateway.snapshot import Snapshot
-from gateway.supervisor import Supervisor
-from gateway.tracing import require
-from gateway.worker import Worker
+from gateway.tracing.sender import require
+from gateway.workers.peers import Alone
+from gateway.workers.supervisor import Supervisor
 
 log = logging.getLogger("sekisho")
 
@@ -70,12 +69,14 @@ class Application:
     """A gateway of one process."""
 
     def __init__(self, files: Files, first: Snapshot, listener: socket.socket) -> None:
+        from gateway.worker import Worker  # what it takes to serve is 48 MiB, which a supervisor need not hold
+
         self._worker = worker = Worker(first, files.path.parent, listener)
         self._engines = EmbeddedEngines(self._engine_failed)
-        people = worker.gateway
+        gateway = worker.gateway
         self._notifier = notifier = Notifier()
         self._keeper = Keeper(
-            files, first, self._publish, lambda: people.snapshot.people, worker.metrics.reloads, notifier
+            files, first, self._publish, lambda: gateway.snapshot.people, worker.metrics.reloads, notifier
         )
         worker.peers = Alone(self._keeper.reload)
         self._engines.adopt(first.replicas())
@@ -100,10 +101,9 @@ class Application:
     async def _tell(self) -> None:
         """That it is up."""
         await self._worker.listening.wait()
-        server = self._keeper.config.server
-        scheme = "https" if server.tls else "http"
-        log.info("sekisho %s listens on %s://%s:%d", version(), scheme, server.host, server.port)
-        self._notifier.ready(f"listens on {scheme}://{server.host}:{server.port}")
+        url = self._keeper.config.server.url
+        log.info("sekisho %s listens on %s", version(), url)
+        self._notifier.ready(f"listens on {url}")
 
     def _stop(self) -> None:
         self._notifier.stopping()

@@ -12,9 +12,10 @@ import orjson
 
 from backends.failures import Failure, FailureKind
 from gateway.answers import Answer, read_answer
+from gateway.bigjson import LARGE
 from gateway.call import Call
-from gateway.cycle import HotCycle
 from gateway.dialect_tap import FixingTap
+from gateway.edge.cycle import HotCycle
 from gateway.errors import (
     GatewayError,
     UpstreamBroken,
@@ -22,18 +23,18 @@ from gateway.errors import (
     from_failure,
 )
 from gateway.fit import looks_cut
-from gateway.fleet import ReplicaState
 from gateway.outcome import Outcome
 from gateway.passthrough import Passing, is_whole, media_type, read_document
-from gateway.reply import Reply
+from gateway.replica_state import ReplicaState
+from gateway.reply import Reply, Request
 from gateway.sse import StreamTap
 from gateway.state import Gateway
-from gateway.tool_tap import Screening, tap_for
-from gateway.tracecontext import passed_on
-from gateway.traces import Leg
+from gateway.tools.tap import Screening, tap_for
+from gateway.tracing.context import passed_on
+from gateway.tracing.trace import Leg
 from gateway.types import Replica, Tenant, Usage
 
-PARSE_IN_THREAD_ABOVE = 256 * 1024  # bytes of a document whose parsing would hold up everybody else
+PARSE_IN_THREAD_ABOVE = LARGE  # bytes of a document whose parsing would hold up everybody else
 # One thread: the parser keeps the interpreter to itself, and with several of them the event loop would wait for each.
 PARSER = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
@@ -111,7 +112,7 @@ class Attempt:
             )  # fmt: skip
         self._measure()
 
-    def _prepare(self, replica: Replica) -> bytes:
+    def _prepare(self, replica: Replica) -> Request:
         """The request's bytes; the client will be told who answers."""
         outcome, cycle = self._outcome, self._cycle
         assert outcome.principal is not None
@@ -268,32 +269,34 @@ def route_headers(outcome: Outcome, *, expose: bool) -> bytes:
     return lines + b"x-sekisho-replica: %b\r\nx-sekisho-policy: %b\r\n" % (replica.id.encode(), model.policy.encode())
 
 
-def request_bytes(replica: Replica, call: Call, cycle: HotCycle, tenant: Tenant, leg: Leg | None = None) -> bytes:
-    """Head and body for an engine. Nothing of the client's head goes along but its trace context and request id.
-    `leg`: while tracing is on, the span that the engine's own belong under.
+def request_bytes(replica: Replica, call: Call, cycle: HotCycle, tenant: Tenant, leg: Leg | None = None) -> Request:
+    """Head and body for an engine, in pieces where the body is large. Nothing of the client's head goes along but its
+    trace context and request id. `leg`: while tracing is on, the span that the engine's own belong under.
 
     Who the tenant is, an engine learns from the gateway alone, and only as far as it keeps tenants apart.
     """
     backend = replica.backend
     more = b""
+    for_engine = call.pieces_for_engine if call.large else call.for_engine
     if call.operation.takes_form:
-        body = call.for_engine(replica.upstream_model, {})
+        body = for_engine(replica.upstream_model, {})
         more = b"content-type: %b\r\n" % cycle.headers[b"content-type"]
     elif backend.translates:
         asked = backend.translate(call.operation, call.body, replica.context_length)
         body = orjson.dumps({"model": replica.upstream_model, **asked})
     else:
         salt = tenant.salt if call.operation in backend.salted else ""
-        body = call.for_engine(replica.upstream_model, backend.edits(call.operation, call.body), salt)
+        body = for_engine(replica.upstream_model, backend.edits(call.operation, call.body), salt)
     if leg is not None:
         more += leg.headers
     elif b"traceparent" in cycle.headers:
         more += passed_on(cycle.headers)
     if replica.embedded is not None:
         more += b"x-sekisho-tenant: %b\r\n" % tenant.name.encode()  # its queue is fair between tenants
-    return b"%bx-request-id: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
-        replica.heads[call.operation], cycle.request_id.encode(), more, len(body), body,
-    )  # fmt: skip
+    head = b"%bx-request-id: %b\r\n%b" % (replica.heads[call.operation], cycle.request_id.encode(), more)
+    if isinstance(body, bytes):
+        return b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body)
+    return [b"%bcontent-length: %d\r\n\r\n" % (head, sum(map(len, body))), *body]
 
 
 async def _refusal(replica: Replica, reply: Reply) -> GatewayError:

@@ -14,8 +14,9 @@ from typing import Any
 import orjson
 
 from backends.base import REMOVE, SALT_FIELD, Edits, Operation
-from gateway import jsonscan
+from gateway import bigjson, jsonscan
 from gateway.errors import BadRequest, InvalidBody
+from gateway.jsonscan import Member
 from gateway.prefixes import Chain, chain_of, chat_text, completion_text
 from gateway.types import Tenant, ToolPolicy
 
@@ -44,14 +45,16 @@ class Call:
     """One parsed request.
 
     `raw` is the body as it came and `body` its parsed form, which is never written to: what changes, changes in bytes.
-    Only a tool policy puts others in the place of both.
+    Only a tool policy and fetched links put others in the place of both.
     """
 
     __slots__ = (
         "_prompt_tokens",
         "answers",
         "body",
+        "large",
         "max_tokens",
+        "members",
         "model",
         "operation",
         "prefix",
@@ -66,6 +69,8 @@ class Call:
 
     def __init__(self, operation: Operation, raw: bytes, body: JSON) -> None:
         self.operation, self.raw, self.body = operation, raw, body
+        self.large = len(raw) > bigjson.LARGE  # work on all of it is not for the event loop
+        self.members: list[Member] | None = None  # of a large one, found once
         self.model: str = body["model"]
         self.stream: bool = body.get("stream") is True and operation.generates
         options = body.get("stream_options")
@@ -89,6 +94,11 @@ class Call:
                 text = completion_text(self.body["prompt"]) if self.operation is Operation.COMPLETIONS else ""
             self.prefix = chain_of(self.tenant.salt if self.tenant is not None else "", text)
         return self.prefix
+
+    def replace(self, raw: bytes, body: JSON) -> None:
+        """The request is another now. Takes its time over a large one."""
+        self.raw, self.body, self.large = raw, body, len(raw) > bigjson.LARGE
+        self.members = jsonscan.members(raw) if self.large else None
 
     @property
     def session(self) -> bytes:
@@ -117,7 +127,7 @@ class Call:
         """
         asks = self.stream and not self.wants_usage
         if edits or (asks and "stream_options" in self.body):
-            return self._spliced(model, edits, asks, salt)
+            return b"".join(jsonscan.pieces(self.raw, self.raw, self._changes(model, edits, asks, salt)))
         added = _SALT % orjson.dumps(salt) if salt else b""
         if asks:
             added += _USAGE_OPTION
@@ -128,7 +138,12 @@ class Call:
             return b"%b%b%b%b%b" % (raw[:opening], added, raw[opening:start], orjson.dumps(model), raw[end:])
         return b"%b%b%b" % (raw[:opening], added, raw[opening:]) if added else raw
 
-    def _spliced(self, model: str, edits: Edits, asks: bool, salt: str) -> bytes:
+    def pieces_for_engine(self, model: str, edits: Edits, salt: str = "") -> list[bytes | memoryview]:
+        """The same of a large one: what does not change is not copied."""
+        changes = self._changes(model, edits, self.stream and not self.wants_usage, salt)
+        return jsonscan.pieces(self.raw, memoryview(self.raw), changes, self.members) if changes else [self.raw]
+
+    def _changes(self, model: str, edits: Edits, asks: bool, salt: str) -> dict[str, bytes | None]:
         changes: dict[str, bytes | None] = {
             key: None if value is REMOVE else orjson.dumps(value) for key, value in edits.items()
         }
@@ -139,7 +154,7 @@ class Call:
             changes["stream_options"] = orjson.dumps({**options, "include_usage": True})
         if salt:
             changes[SALT_FIELD] = orjson.dumps(salt)
-        return jsonscan.splice(self.raw, changes)
+        return changes
 
 
 def parse_call(operation: Operation, raw: bytes) -> Call:
@@ -147,15 +162,19 @@ def parse_call(operation: Operation, raw: bytes) -> Call:
 
     Raises: InvalidBody, BadRequest; each names the field and what to write instead.
     """
-    if len(raw) > _MOST_NODES and raw.count(b"{") + raw.count(b"[") > _MOST_NODES:
-        raise InvalidBody(f"The body has more than {_MOST_NODES} objects and lists. Send several smaller requests.")
+    members: list[Member] | None = None
     try:
-        body = orjson.loads(raw)
+        if len(raw) > bigjson.LARGE:
+            body, plain = bigjson.load(raw, _check_nodes)
+            members = jsonscan.members(plain) if isinstance(body, dict) else None
+        else:
+            body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise InvalidBody(f"The body is not valid UTF-8 JSON: {error}.") from None
     if not isinstance(body, dict):
         raise InvalidBody("The body has to be a JSON object.")
-    if not _keys_are_unique(raw, body):
+    unique = len(members) == len(body) if members is not None else _keys_are_unique(raw, body)
+    if not unique:
         raise InvalidBody("The body has two equal top-level keys; which of them counts would be a guess.")
     model = body.get("model")
     if not isinstance(model, str) or not model:
@@ -163,7 +182,14 @@ def parse_call(operation: Operation, raw: bytes) -> Call:
             "You must provide a model: a non-empty string.", param="model", code="missing_required_parameter"
         )
     _CHECKS[operation](body)
-    return Call(operation, raw, body)
+    call = Call(operation, raw, body)
+    call.members = members
+    return call
+
+
+def _check_nodes(text: bytes) -> None:
+    if len(text) > _MOST_NODES and text.count(b"{") + text.count(b"[") > _MOST_NODES:
+        raise InvalidBody(f"The body has more than {_MOST_NODES} objects and lists. Send several smaller requests.")
 
 
 def _keys_are_unique(raw: bytes, body: JSON) -> bool:
@@ -173,7 +199,7 @@ def _keys_are_unique(raw: bytes, body: JSON) -> bool:
     exactly.
     """
     spelt_out = b"\\u00" in raw and _ESCAPED_LETTER.search(raw)
-    if len(raw) <= jsonscan.EXACT_ABOVE and len(body) <= _MOST_KEYS and not spelt_out:
+    if len(body) <= _MOST_KEYS and not spelt_out:
         for key in body:
             quoted = _QUOTED.get(key)
             if quoted is None:

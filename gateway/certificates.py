@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from gateway.config_access import CertificateConfig
+from gateway.config.access import CertificateConfig
 from gateway.people import TenantPolicy, member
 from gateway.types import Principal
 

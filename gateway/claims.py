@@ -18,8 +18,8 @@ from jose import jwk
 from jose.exceptions import JWKError
 from pydantic import TypeAdapter, ValidationError
 
-from gateway.config_access import JwtConfig
-from gateway.config_values import Glob, tenant_name
+from gateway.config.access import JwtConfig
+from gateway.config.values import Glob, tenant_name
 from gateway.errors import AuthError
 from gateway.people import TenantPolicy, member
 from gateway.types import Principal

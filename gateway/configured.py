@@ -10,13 +10,13 @@ from pathlib import Path
 
 import backends
 from gateway.config import Config, ConfigError, Problem
-from gateway.config_checks import stays
+from gateway.config.checks import stays
 from gateway.discovery import Discovery
-from gateway.lockfile import NAME
 from gateway.notify import Notifier
 from gateway.people import People
-from gateway.permissions import complaints, look, own_groups
 from gateway.provenance import Reading
+from gateway.provenance.lockfile import NAME
+from gateway.provenance.permissions import complaints, look, own_groups
 from gateway.snapshot import Snapshot, compile_config
 from gateway.tls import EngineTls, Stamp, TlsFileError, Watch, port_problem, stamp, tls_files
 
@@ -173,14 +173,15 @@ class Keeper:
             await asyncio.sleep(self._discovery.pause(self.config))
 
     async def watch(self, changed: Callable[[], Awaitable[None]]) -> None:
-        """Calls `changed` when the file has changed, and looks after the files of certificates."""
-        seen = self._files.stamp()
+        """Calls `changed` when the file has changed and come to rest, and looks after the files of certificates. Half
+        a file may be valid: without the tenants that are still to be written, every key would be refused."""
+        acted = last = self._files.stamp()
         certificates = Watch(tls_files(self.served))
         while True:
             await asyncio.sleep(WATCH_EVERY)
-            now = self._files.stamp()
-            if now is not None and now != seen:
-                seen = now
+            before, last = last, self._files.stamp()
+            if last is not None and last != acted and last == before:
+                acted = last
                 await changed()
             if certificates.changed(tls_files(self.served)):
                 await self.renew()

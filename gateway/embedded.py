@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable
 
 import orjson
 
+from gateway.children import command
 from gateway.types import EmbeddedModel, Replica
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a crashed engine is started again
@@ -87,7 +87,7 @@ class EngineProcess:
     async def _run_once(self) -> int:
         log.info("starting the embedded engine of %s", self._name)
         process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "backends.llamacpp", "--socket", self._socket,
+            *command("backends.llamacpp"), "--socket", self._socket,
             stdin=PIPE, stdout=PIPE, env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         assert process.stdin is not None and process.stdout is not None

@@ -33,6 +33,12 @@ class FormCall(Call):
         start, end = self._span
         return b"%b%b%b" % (self.raw[:start], model.encode(), self.raw[end:])
 
+    def pieces_for_engine(self, model: str, edits: Edits, salt: str = "") -> list[bytes | memoryview]:
+        if model == self.model:
+            return [self.raw]
+        view, (start, end) = memoryview(self.raw), self._span
+        return [view[:start], model.encode(), view[end:]]
+
 
 def parse_form(operation: Operation, raw: bytes, content_type: bytes | None) -> FormCall:
     """Raises: InvalidBody, BadRequest; each says what to send instead."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from gateway.attempt import Attempt
 from gateway.call import Call
 from gateway.catalog import lookup, variant_note
-from gateway.cycle import HotCycle
+from gateway.edge.cycle import HotCycle
 from gateway.errors import (
     ContextTooLong,
     EngineBusy,
@@ -19,10 +19,10 @@ from gateway.errors import (
     UnsupportedOperation,
     UpstreamError,
 )
-from gateway.fleet import ReplicaState
 from gateway.hedge import Race
 from gateway.limits import Lease, Limiter
 from gateway.outcome import Outcome
+from gateway.replica_state import ReplicaState
 from gateway.snapshot import Snapshot
 from gateway.state import Gateway
 from gateway.types import Model

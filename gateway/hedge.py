@@ -12,10 +12,10 @@ from copy import copy
 
 from gateway.attempt import Attempt, route_headers
 from gateway.call import Call
-from gateway.cycle import HotCycle
+from gateway.edge.cycle import HotCycle
 from gateway.errors import EngineBusy, GatewayError, UpstreamError
-from gateway.fleet import ReplicaState
 from gateway.outcome import Outcome
+from gateway.replica_state import ReplicaState
 from gateway.state import Gateway
 from gateway.types import Model
 

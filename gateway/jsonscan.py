@@ -84,6 +84,13 @@ def splice(text: bytes, changes: Mapping[str, bytes | None], found: list[Member]
 
     Every other byte stays as it was. `changes` maps keys to JSON text.
     """
+    return b"".join(pieces(text, text, changes, found))
+
+
+def pieces(
+    text: bytes, view: bytes | memoryview, changes: Mapping[str, bytes | None], found: list[Member] | None = None
+) -> list[bytes | memoryview]:
+    """The same in pieces. `view`: the text, or a memoryview of it where its parts are not to be copied."""
     found = members(text) if found is None else found
     opening = text.index(b"{") + 1
     added = [
@@ -91,24 +98,27 @@ def splice(text: bytes, changes: Mapping[str, bytes | None], found: list[Member]
     ]
     kept = [member for member in found if not (member.key in changes and changes[member.key] is None)]
     if len(kept) != len(found):  # taking members out moves commas: rebuild from the members' own bytes
-        parts = added + [_rendered(text, member, changes) for member in kept]
-        closing = found[-1].end
-        return text[:opening] + b",".join(parts) + text[closing:]
-    pieces, position = [text[:opening]], opening
+        result: list[bytes | memoryview] = [view[:opening], b",".join(added)]
+        comma = b"," if added else b""
+        for member in kept:
+            change = changes.get(member.key)
+            if change is None:
+                result += (comma, view[member.start : member.end])
+            else:
+                result += (comma, view[member.start : member.value], change)
+            comma = b","
+        result.append(view[found[-1].end :])
+        return result
+    result, position = [view[:opening]], opening
     if added:
-        pieces.append(b",".join(added) + (b"," if found else b""))
+        result.append(b",".join(added) + (b"," if found else b""))
     for member in found:
         change = changes.get(member.key)
         if change is not None:
-            pieces += (text[position : member.value], change)
+            result += (view[position : member.value], change)
             position = member.end
-    pieces.append(text[position:])
-    return b"".join(pieces)
-
-
-def _rendered(text: bytes, member: Member, changes: Mapping[str, bytes | None]) -> bytes:
-    change = changes.get(member.key)
-    return text[member.start : member.end] if change is None else text[member.start : member.value] + change
+    result.append(view[position:])
+    return result
 
 
 def _has(found: list[Member], key: str) -> bool:

@@ -56,6 +56,14 @@ def listen_together(host: str, port: int, workers: int) -> list[socket.socket]:
     return sockets
 
 
+def leave(listener: socket.socket) -> None:
+    """Takes a worker's socket out of those of its port, so that the others get its connections: those that wait are
+    reset. It comes back by `listen`, as every server calls it."""
+    # A second time would not be harmless: Linux then passes the shutdown on to connections that are accepted later.
+    if BALANCED and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        listener.shutdown(socket.SHUT_RDWR)
+
+
 def _bound(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """Raises: StartupError."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

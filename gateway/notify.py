@@ -26,27 +26,19 @@ class Notifier:
         self._socket = _datagram_socket() if self._address else None
         self.watchdog_interval = _watchdog_interval(environ)  # seconds between two `alive`; None = nobody wants them
 
-    @property
-    def wanted(self) -> bool:
-        """Whether anybody listens."""
-        return self._socket is not None
-
     def ready(self, status: str = "") -> None:
-        """The gateway serves, after its start or after a reload that `reloading` began."""
+        """The gateway serves, after its start or after a reload that `reloading` began. `status`: one line that the
+        manager shows to people. No secrets: every user of the machine may read it."""
         self._send("READY=1", *_status(status))
 
-    def reloading(self, status: str = "") -> None:
+    def reloading(self) -> None:
         """A reload begins. `ready` has to follow, also when it fails and the old configuration stays."""
         # The manager leaves aside what was sent before its own request to reload; hence the time.
         now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-        self._send("RELOADING=1", f"MONOTONIC_USEC={now_us}", *_status(status))
+        self._send("RELOADING=1", f"MONOTONIC_USEC={now_us}")
 
-    def stopping(self, status: str = "") -> None:
-        self._send("STOPPING=1", *_status(status))
-
-    def status(self, text: str) -> None:
-        """One line that the manager shows to people. No secrets: every user of the machine may read it."""
-        self._send(*_status(text))
+    def stopping(self) -> None:
+        self._send("STOPPING=1")
 
     def alive(self) -> None:
         """A sign of life for the watchdog."""
@@ -58,17 +50,13 @@ class Notifier:
             self.alive()
             await asyncio.sleep(self.watchdog_interval)
 
-    def extend(self, seconds: float) -> None:
-        """Asks for more time than the manager's limit, for a start or a stop that goes on."""
-        self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
-
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     def _send(self, *lines: str) -> None:
-        if self._socket is None or not lines:
+        if self._socket is None:
             return
         with contextlib.suppress(OSError):
             self._socket.sendto("\n".join(lines).encode(), self._address)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.errors import GatewayError
-from gateway.traces import Trace
+from gateway.tracing.trace import Trace
 from gateway.types import Model, Principal, Replica, Usage
 
 ABORTED = 499

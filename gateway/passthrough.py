@@ -8,7 +8,7 @@ import orjson
 
 from backends.failures import Failure, read_failure
 from gateway import jsonscan
-from gateway.cycle import HotCycle
+from gateway.edge.cycle import HotCycle
 from gateway.errors import UpstreamBroken
 from gateway.outcome import Outcome
 from gateway.reply import Reply

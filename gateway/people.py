@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from types import MappingProxyType
 
-from gateway.config_access import KeyConfig, LimitsConfig, TenantConfig
+from gateway.config.access import KeyConfig, LimitsConfig, TenantConfig
 from gateway.records import Changes, KeyRecord, TenantRecord
 from gateway.tools import compile_policy
 from gateway.types import Limit, Limits, Principal, Tenant

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -13,21 +13,22 @@ from backends.base import Operation
 from gateway.attempt import PARSE_IN_THREAD_ABOVE, PARSER
 from gateway.call import Call, parse_call
 from gateway.catalog import resolve
-from gateway.cycle import HotCycle
+from gateway.edge.cycle import HotCycle
 from gateway.errors import (
     ClientGone,
     GatewayError,
     Internal,
     ShuttingDown,
 )
-from gateway.fetching import fetch_links
 from gateway.formcall import parse_form
 from gateway.forward import forward, join_model, token_budget
+from gateway.jsonplaces import Way
 from gateway.limits import Lease
 from gateway.media import Link, MediaRules, find_links, put_in
+from gateway.media.fetching import Held, fetch_links
 from gateway.outcome import Outcome
 from gateway.state import Gateway
-from gateway.tool_offers import admit
+from gateway.tools.offers import admit
 from gateway.types import ToolPolicy
 
 P = ParamSpec("P")
@@ -44,6 +45,7 @@ async def serve(gateway: Gateway, cycle: HotCycle) -> None:
     if gateway.tracer is not None:
         outcome.trace = gateway.tracer.begin(cycle.headers)
     lease: Lease | None = None
+    held: Held | None = None
     try:
         if gateway.draining:
             raise ShuttingDown
@@ -59,7 +61,7 @@ async def serve(gateway: Gateway, cycle: HotCycle) -> None:
         outcome.model = model = resolve(call.model, principal, now.names)
         if principal.tenant.tools is not None:
             await _hold_against(principal.tenant.tools, call)
-        if len(call.raw) > PARSE_IN_THREAD_ABOVE:
+        if call.large:
             links = await _in_thread(find_links, call.body, call.raw, now.media)
         else:
             links = find_links(call.body, call.raw, now.media)
@@ -76,7 +78,8 @@ async def serve(gateway: Gateway, cycle: HotCycle) -> None:
             cycle.extra_headers += WITHHELD % call.withheld
             outcome.tools_stripped = call.withheld
         if links and now.media.fetched:
-            await _fetch(links, call, now.media, outcome)
+            held = Held()
+            await _fetch(links, call, now.media, outcome, held)
         await forward(gateway, now, call, cycle, outcome, lease)
     except asyncio.CancelledError:
         _end(cycle, outcome, ClientGone() if cycle.disconnected else ShuttingDown())
@@ -92,18 +95,25 @@ async def serve(gateway: Gateway, cycle: HotCycle) -> None:
         if lease is not None:
             lease.settle(outcome.usage.total if outcome.usage else 0, outcome.ended)
             lease.close(outcome.ended)
+        if held is not None:
+            held.let_go()
         gateway.finished.append(outcome)
 
 
-async def _fetch(links: list[Link], call: Call, rules: MediaRules, outcome: Outcome) -> None:
+async def _fetch(links: list[Link], call: Call, rules: MediaRules, outcome: Outcome, held: Held) -> None:
     """Puts what the request links to into it. Others' servers take their time, which is none of the gateway's own."""
     begun = time.monotonic()
-    contents = await fetch_links(links, len(call.raw), rules)
+    contents = await fetch_links(links, len(call.raw), rules, held=held)
     outcome.waited_for_body += time.monotonic() - begun
-    call.raw, call.body = await _in_thread(put_in, call.raw, call.body, contents)
+    await _in_thread(_put_in, call, contents)
+
+
+def _put_in(call: Call, contents: Mapping[Way, str]) -> None:
+    call.replace(*put_in(call.raw, call.body, contents))
 
 
 def _in_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> asyncio.Future[T]:
+    """For bodies above `PARSE_IN_THREAD_ABOVE`: what is done with all of one would hold up everybody else."""
     return asyncio.get_running_loop().run_in_executor(PARSER, partial(work, *args, **options))
 
 
@@ -121,17 +131,23 @@ async def _read_call(cycle: HotCycle, outcome: Outcome) -> Call:
     parse: Callable[[Operation, bytes], Call] = parse_call
     if cycle.operation.takes_form:
         parse = partial(parse_form, content_type=cycle.headers.get(b"content-type"))
-    raw = cycle.take_body()
-    if len(raw) > PARSE_IN_THREAD_ABOVE:
-        return await asyncio.get_running_loop().run_in_executor(PARSER, parse, cycle.operation, raw)
-    return parse(cycle.operation, raw)
+    pieces = cycle.take_body()
+    if sum(map(len, pieces)) > PARSE_IN_THREAD_ABOVE:
+        return await _in_thread(_parse_pieces, parse, cycle.operation, pieces)
+    return parse(cycle.operation, b"".join(pieces))  # a single piece is not copied
+
+
+def _parse_pieces(parse: Callable[[Operation, bytes], Call], operation: Operation, pieces: list[bytes]) -> Call:
+    raw = b"".join(pieces)  # others go on meanwhile
+    pieces.clear()
+    return parse(operation, raw)
 
 
 async def _hold_against(policy: ToolPolicy, call: Call) -> None:
     """Raises: ToolNotAllowed, BadRequest."""
     if call.operation is not Operation.CHAT:
         return
-    if len(call.raw) > PARSE_IN_THREAD_ABOVE:
-        await asyncio.get_running_loop().run_in_executor(PARSER, admit, call, policy)
+    if call.large:
+        await _in_thread(admit, call, policy)
     else:
         admit(call, policy)

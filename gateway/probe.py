@@ -11,13 +11,15 @@ import time
 import httpx
 
 from gateway.engine_client import EngineClient
-from gateway.fleet import Health, LoadTable, ReplicaState
+from gateway.fleet import LoadTable
+from gateway.replica_state import Health, ReplicaState
 from gateway.tls import TlsFileError, blame
 from gateway.types import Replica
 
 INTERVAL = 5.0  # seconds between two looks at a replica, give or take a fifth
 STARTING_INTERVAL = 0.5  # while an embedded engine loads its model
 RECHECK = 1.0  # when the last look contradicts what is believed
+FIRST_LOOK = 1.0  # seconds that the first client waits at most for it, so that it is not told "starting"
 AT_ONCE = 64  # replicas that are being asked at the same time
 
 UNREACHABLE = (httpx.HTTPError, OSError, TimeoutError, TlsFileError)
@@ -40,6 +42,15 @@ class Prober:
     def wake(self) -> None:
         """The fleet has changed: members that are new or look different are asked at once."""
         self._changed.set()
+
+    async def first_look(self) -> None:
+        """Returns when a replica is up, when there is none whose state is unknown, or after `FIRST_LOOK` seconds."""
+        deadline = time.monotonic() + FIRST_LOOK
+        while time.monotonic() < deadline:
+            found = {state.health for state in self._fleet}
+            if Health.UP in found or Health.UNKNOWN not in found:
+                return
+            await asyncio.sleep(0.01)
 
     async def run(self) -> None:
         while True:

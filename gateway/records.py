@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gateway.config_access import LimitsConfig, ToolsConfig
+from gateway.config.access import LimitsConfig, ToolsConfig
 from gateway.types import Network
 
 JSON = dict[str, Any]

@@ -6,10 +6,12 @@ import asyncio
 import zlib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from gateway.errors import GatewayError, UpstreamBroken, UpstreamTimeout
 from gateway.types import Timeouts
+
+Request: TypeAlias = bytes | list[bytes | memoryview]  # head and body; in pieces where a copy would take too long
 
 _LAST_WORDS = Timeouts(idle=1.0)
 

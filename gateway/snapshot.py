@@ -23,8 +23,8 @@ from gateway.config import (
     Problem,
     ReplicaConfig,
 )
-from gateway.links import canonical_host
 from gateway.media import MediaRules
+from gateway.media.links import canonical_host
 from gateway.people import People, compile_limits
 from gateway.provenance import without_hash
 from gateway.types import EmbeddedModel, Endpoint, Limits, Model, Network, Principal, Replica, Tenant, Timeouts
@@ -73,9 +73,9 @@ def compile_config(
 
     Args:   load: kind -> adapter. sockets: folder for the sockets of embedded engines. file: named in problems.
             people: those of the database, whom the configuration's come on top of.
-    Raises: ConfigError for what this version cannot do yet: a setting without effect would be a trap.
+    Raises: ConfigError also for what cannot come true: a setting without effect would be a trap.
     """
-    refused = (*_not_offered(config), *without_hash(config))
+    refused = (*_impossible(config), *without_hash(config))
     if problems := [Problem(file, None, path, message, hint) for path, message, hint in refused]:
         raise ConfigError(problems)
     now = int(time.time())
@@ -117,8 +117,8 @@ def _holders(config: Config, people: People) -> Mapping[str, Principal]:
     return MappingProxyType(holders(config.auth.certificates, people.tenants))
 
 
-def _not_offered(config: Config) -> Iterator[tuple[str, str, str]]:
-    """(path, what is wrong, what to write instead) for settings whose feature this version does not have."""
+def _impossible(config: Config) -> Iterator[tuple[str, str, str]]:
+    """(path, what is wrong, what to write instead) for settings that would have no effect here."""
     if config.logging.content == "masked" and find_spec("phonenumbers") is None:
         yield "logging.content", "masking needs the library phonenumbers", "install sekisho[masking], or write none"
     for host in config.media.allow_hosts:
@@ -180,7 +180,7 @@ def _cannot_load(entry: ModelConfig, given: ReplicaConfig, what: str, hint: str 
 
 
 def _replica(entry: ModelConfig, given: ReplicaConfig, load: Callable[[str], Backend], sockets: Path) -> Replica:
-    backend = load(given.backend or "llamacpp")
+    backend = load(given.backend or EMBEDDED)
     embedded = _embedded(entry, given) if given.path is not None else None
     upstream_model = given.model or (Path(str(given.path)).stem if given.path is not None else entry.name)
     if embedded is not None:

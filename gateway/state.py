@@ -12,26 +12,27 @@ from urllib.parse import urlsplit
 from gateway.addresses import client_address
 from gateway.auth import UnverifiedToken, authenticate, check_address
 from gateway.call import Call
-from gateway.config_values import is_loopback
+from gateway.config.values import is_loopback
 from gateway.content.log import ContentLog
 from gateway.errors import AuthError, GatewayError, ModelBusy, NoReplica
 from gateway.fit import fails_alike, fitting, refusal
-from gateway.fleet import MOST_VIEWS, Health, LoadTable, ReplicaState, describe
+from gateway.fleet import MOST_VIEWS, LoadTable
 from gateway.limits import Limiter
 from gateway.logs import AccessLog
 from gateway.metrics import Metrics
 from gateway.outcome import Outcome
-from gateway.places import Places
 from gateway.prefixes import PrefixIndex
+from gateway.replica_state import Health, ReplicaState, describe
 from gateway.retries import RetryBudget
 from gateway.routing import Ask, choose
 from gateway.snapshot import Snapshot
 from gateway.spool import UsageSink
 from gateway.tokens import Tokens
-from gateway.tracing import Tracer
+from gateway.tracing.tracer import Tracer
 from gateway.types import Address, Model, Principal, Replica
 from gateway.upstream import Upstream
 from gateway.waiting import WaitingRoom
+from gateway.workers.places import Places
 
 AWAY = (Health.DOWN, Health.LOADING)
 
@@ -227,12 +228,11 @@ class Gateway:
         self.prefixes.tidy(routing.prefix_index)
         self._looked_at = now
 
-    def set_draining(self, replica: str, draining: bool) -> ReplicaState | None:
-        """The replica, if there is one of that name."""
+    def set_draining(self, replica: str, draining: bool) -> None:
+        """Of the replica of that name, if there is one."""
         state = self.fleet.named(replica)
         if state is not None:
             state.set_draining(draining, time.monotonic())
-        return state
 
     def offer(self, replica: str) -> None:
         """Another worker has freed a place there."""

@@ -18,13 +18,13 @@ from gateway.directory import Directory
 from gateway.errors import StoreUnavailable
 from gateway.limits import Limiter
 from gateway.metrics import counter, gauge
-from gateway.peers import Alone, Peers
 from gateway.records import JSON, Actor, Changes
 from gateway.snapshot import Snapshot
 from gateway.spool import UsageSink
 from gateway.store import Store
 from gateway.types import Limit, Limits
 from gateway.windows import period_of
+from gateway.workers.peers import Alone, Peers
 
 CHANGED = "people"  # the channel that says tenants or keys have changed
 PATIENCE = 5.0  # seconds that an audit entry may take after what it is about has happened

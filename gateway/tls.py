@@ -78,7 +78,7 @@ class ServerTls:
         """Raises: TlsFileError."""
         self._given, self._stamp = given, stamp(_server_files(given))
         self.context = server_context(given)
-        warn_of_expiry(given.cert_file)
+        self.expires = warn_of_expiry(given.cert_file)
 
     def refresh(self, given: TlsConfig | None = None) -> bool:
         """Whether settings or files are other ones now. `given`: None for the settings there were.
@@ -91,17 +91,19 @@ class ServerTls:
             return False
         self.context = server_context(given)
         self._given, self._stamp = given, seen
-        warn_of_expiry(given.cert_file)
+        self.expires = warn_of_expiry(given.cert_file)
         return True
 
 
-def warn_of_expiry(cert_file: Path) -> None:
+def warn_of_expiry(cert_file: Path) -> datetime:
+    """When the certificate ends."""
     leaf = x509.load_pem_x509_certificates(cert_file.read_bytes())[0]
     end, now = leaf.not_valid_after_utc, datetime.now(UTC)
     if end < now:
         log.warning("the certificate of the gateway's port has expired on %s: clients refuse it", end.date())
     elif end - now < EXPIRES_SOON:
         log.warning("the certificate of the gateway's port expires on %s", end.date())
+    return end
 
 
 # --- towards engines

@@ -20,7 +20,7 @@ from typing import cast
 import httptools
 
 from gateway.errors import UpstreamBroken, UpstreamUnreachable
-from gateway.reply import Record, Reply
+from gateway.reply import Record, Reply, Request
 from gateway.tls import EngineTls, TlsFileError, blame
 from gateway.types import Endpoint, Timeouts
 
@@ -60,12 +60,15 @@ class Connection(asyncio.Protocol):
         self.paused = False
         self.idle_since = 0.0
 
-    def send(self, reply: Reply, request: bytes) -> None:
+    def send(self, reply: Reply, request: Request) -> None:
         assert self.transport is not None
         self._reply = reply
         self._done = self._keep = False
         self._bare_size = 0
-        self.transport.write(request)
+        if isinstance(request, bytes):
+            self.transport.write(request)
+        else:
+            self.transport.writelines(request)  # uvloop copies nothing
 
     def release(self, reply: Reply) -> None:
         """The reader is finished with its answer: the connection is kept if the answer was read to its end."""
@@ -216,7 +219,8 @@ class Pool:
         except TlsFileError:  # which file, the log has said at the start
             raise UpstreamUnreachable("The gateway's own TLS files for the engine are not usable.") from None
         except ssl.SSLError as error:
-            raise UpstreamUnreachable(blame(error) or "", retry_after=30) from None
+            why = blame(error) or "The TLS handshake with the engine failed."
+            raise UpstreamUnreachable(why, retry_after=30) from None
         except OSError:
             raise UpstreamUnreachable("The engine refused the connection.", retry_after=5) from None
         self._open.add(connection)
@@ -256,7 +260,7 @@ class Upstream:
         self._replies: set[Reply] = set()
         self.max_response = max_response
 
-    async def open(self, endpoint: Endpoint, timeouts: Timeouts, request: bytes, record: Record) -> Reply:
+    async def open(self, endpoint: Endpoint, timeouts: Timeouts, request: Request, record: Record) -> Reply:
         """Sends a request (head and body) and waits for the head of the answer. Close the reply when done with it.
 
         A kept connection that the engine had closed meanwhile is replaced by a fresh one, once, without counting as a

@@ -15,8 +15,8 @@ from prometheus_client.core import Metric
 
 from gateway.errors import ModelBusy
 from gateway.fairness import FairQueue, Ticket
-from gateway.fleet import ReplicaState
 from gateway.metrics import gauge
+from gateway.replica_state import ReplicaState
 from gateway.types import Tenant
 
 CREDIT = 20_000.0  # tokens that a tenant of weight 1 can catch up on, after it has used less than its share

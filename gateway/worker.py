@@ -20,24 +20,24 @@ from gateway.api import create_app
 from gateway.build import version
 from gateway.config import StartupError
 from gateway.content.log import Contents
-from gateway.edge import Edge
-from gateway.edge_settings import edge_settings
-from gateway.handshake import TlsPort
+from gateway.edge.handshake import TlsPort
+from gateway.edge.protocol import Edge
+from gateway.edge.settings import edge_settings
 from gateway.listening import BACKLOG
 from gateway.logs import AccessLog
 from gateway.metrics import Metrics
-from gateway.peers import Alone, Peers
 from gateway.people import People
 from gateway.pipeline import serve
-from gateway.places import Places
 from gateway.probe import Prober
 from gateway.records import Changes
 from gateway.snapshot import Snapshot
 from gateway.state import Gateway
 from gateway.stores import Stores
 from gateway.tokens import Tokens
-from gateway.tracing import Tracer
+from gateway.tracing.tracer import Tracer
 from gateway.upstream import TICK, Upstream
+from gateway.workers.peers import Alone, Peers
+from gateway.workers.places import Places
 
 log = logging.getLogger("sekisho")
 
@@ -96,6 +96,8 @@ class Worker:
         self._app = app
         self.peers = Alone()
         self._port = TlsPort(self._edge, config.server.tls) if config.server.tls is not None else None
+        if self._port is not None:
+            self.metrics.add_gauges(self._port.gauges)
         self._server = _Server(
             uvicorn.Config(
                 app, http=(self._port or self._edge).protocol, ws="none", lifespan="off",  # type: ignore[arg-type]
@@ -124,6 +126,7 @@ class Worker:
             gc.freeze()  # what start-up made lives for ever: the collector need not walk it
             gc.set_threshold(50_000, 20, 100)
             try:
+                await self.prober.first_look()  # a worker that takes the place of another is ready when it is reached
                 await self._server.serve(sockets=[self._listener])
             finally:
                 for task in tasks:

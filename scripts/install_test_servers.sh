@@ -7,6 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 needs='
 curl           curl
 redis-server   redis-server
+prometheus     prometheus
 '
 missing=()
 while read -r command package; do
@@ -23,5 +24,8 @@ if [ "$(id -u)" != 0 ]; then
 fi
 mkdir -p .venv
 echo "[test] installing ${missing[*]}"
-heartbeat .venv/apt.log "${sudo[@]}" sh -c 'apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@"' _ "${missing[@]}" ||
+# Debian starts a server as soon as it is installed, unless this file forbids it. The tests start their own.
+heartbeat .venv/apt.log "${sudo[@]}" sh -c 'policy=/usr/sbin/policy-rc.d
+  [ -e $policy ] || { trap "rm -f $policy" EXIT; printf "#!/bin/sh\nexit 101\n" >$policy; chmod 755 $policy; }
+  apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@"' _ "${missing[@]}" ||
   { tail -n 5 .venv/apt.log >&2; die "apt-get could not install: ${missing[*]}"; }

@@ -12,11 +12,11 @@ from gateway.admin.access import Operators, answer, note
 from gateway.api import gateway_of
 from gateway.config import ConfigError, ModelConfig
 from gateway.errors import BadRequest, NotFound
-from gateway.fleet import ReplicaState
 from gateway.keybook.views import limits_document, listed
-from gateway.peers import Peers
+from gateway.replica_state import ReplicaState
 from gateway.state import Gateway
 from gateway.types import Model
+from gateway.workers.peers import Peers
 
 router = APIRouter(dependencies=[Operators])
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import backends
 from gateway.commands.client import Query
 from gateway.config import StartupError, load
-from gateway.config_server import StateConfig
+from gateway.config.server import StateConfig
 from gateway.keybook import Keybook
 from gateway.keybook.forms import UsageForm, read
 from gateway.keybook.usage import Report

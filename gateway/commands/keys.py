@@ -89,8 +89,8 @@ def _print_line(body: dict[str, Any]) -> None:
     import yaml
     from pydantic import ValidationError
 
-    from gateway.config_access import KeyConfig
-    from gateway.config_values import tenant_name
+    from gateway.config.access import KeyConfig
+    from gateway.config.values import tenant_name
     from gateway.keybook.forms import refusal
     from gateway.keys import digest, new_key
     from gateway.units import WrongValue

@@ -15,7 +15,7 @@ from backends.formats import ModelFile, Unreadable, UnreadableModel, inspect, sc
 from backends.formats.manifest import Fingerprint, fingerprint, has_manifest, members_of
 from backends.formats.reading import size_of
 from gateway.config import Config
-from gateway.lockfile import LockedFile, LockedModel, key_of, written
+from gateway.provenance.lockfile import LockedFile, LockedModel, key_of, written
 
 _Start = Callable[[str, int], Callable[[int], None]]  # a name and its bytes -> takes bytes as they are done
 

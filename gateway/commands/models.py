@@ -21,7 +21,7 @@ def lock(
     import backends
     from gateway.commands.locking import compare, gather
     from gateway.config import ConfigError, load
-    from gateway.lockfile import NAME, read_lock, render, write_lock
+    from gateway.provenance.lockfile import NAME, read_lock, render, write_lock
 
     path = config_path(config)
     try:

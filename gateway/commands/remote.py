@@ -12,7 +12,7 @@ import httpx
 
 from gateway.commands.client import Query
 from gateway.config import StartupError
-from gateway.config_values import split_url
+from gateway.config.values import split_url
 from gateway.errors import GatewayError
 from gateway.records import JSON
 from gateway.units import WrongValue

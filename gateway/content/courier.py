@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Final
 
+from gateway.children import command
 from gateway.content.frames import Header, buffers
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a child that has died is replaced
@@ -62,7 +62,7 @@ class _Child:
         self.sent = self._got = 0  # records; each number is changed by one thread
         self.begun = time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "gateway.content"],
+            command("gateway.content"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
         )  # fmt: skip
         self.reader = threading.Thread(target=self._read, name="content-lines", daemon=True)

@@ -16,10 +16,10 @@ from prometheus_client.core import Metric
 
 from backends.base import Operation
 from gateway.call import Call
-from gateway.config_server import LoggingConfig
+from gateway.config.server import LoggingConfig
 from gateway.content.courier import Courier, Parcel, Tally
 from gateway.content.frames import Header
-from gateway.cycle import HotCycle
+from gateway.edge.cycle import HotCycle
 from gateway.logs import AccessLog
 from gateway.metrics import counter
 from gateway.outcome import ABORTED, Outcome

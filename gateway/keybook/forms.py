@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails
 
-from gateway.config_access import LimitsConfig, Role, ToolsConfig
-from gateway.config_load import nearest
-from gateway.config_values import Glob, NetworkField, TenantName, Weight, Whole
-from gateway.config_yaml import dotted
+from gateway.config.access import LimitsConfig, Role, ToolsConfig
+from gateway.config.source import nearest
+from gateway.config.values import Glob, NetworkField, TenantName, Weight, Whole
+from gateway.config.yaml import dotted
 from gateway.errors import BadRequest
 from gateway.keybook.moments import Moment
 from gateway.records import USAGE_GROUPS

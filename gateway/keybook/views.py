@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from gateway.config_access import LimitsConfig
+from gateway.config.access import LimitsConfig
 from gateway.keybook.moments import iso, iso_or_none
 from gateway.records import JSON, AuditEntry, KeyRecord, TenantRecord
 

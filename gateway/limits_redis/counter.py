@@ -151,7 +151,10 @@ class SharedCounter:
         return ticket
 
     def holds(self, ticket: Ticket, moment: float) -> bool:
-        return ticket.granted and ticket.slice == self._slice and moment < self.expires
+        """The room for one that has waited often is booked after it had come, so it may be late: a limit that has room
+        refuses nobody because this process is busy. What is drawn in store may not."""
+        in_time = ticket.slice == self._slice and moment < self.expires
+        return ticket.granted and (in_time or (ticket.may_be_late and not self._limit.period))
 
     def claim(self, ticket: Ticket, moment: float) -> None:
         """Takes what a ticket holds into the allowance, to be spent or given back next."""
@@ -266,7 +269,7 @@ class SharedCounter:
             if wait:
                 ticket.refuse(wait / 1e6 if self._span.seconds else self.reset(moment))
                 self._refused = (ticket.cost, moment + min(REFUSED_FOR, ticket.wait), moment + ticket.wait)
-            elif in_time and not ticket.abandoned:
+            elif not ticket.abandoned and (in_time or (ticket.may_be_late and not self._limit.period)):
                 granted -= ticket.cost
                 self._grant(ticket)
             else:

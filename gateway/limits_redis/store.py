@@ -116,13 +116,16 @@ class RedisCounters:
         """What one member has is held while others are asked: else requests that need several would never get all."""
         self._keep(*members)
         held: dict[SharedCounter | SharedPlace, Ticket] = {}
-        is_covered = False
+        is_covered, moment = False, time.monotonic()
         try:
-            for _ in range(_TRIES):
+            for number in range(_TRIES):
                 moment = time.monotonic()
                 for member in members:
                     if member not in held:
                         held[member] = member.ask(cost, moment)
+                if number == _TRIES - 1:
+                    for ticket in held.values():
+                        ticket.may_be_late = True
                 if not await _granted(held.values()):
                     break
                 moment = time.monotonic()
@@ -134,7 +137,8 @@ class RedisCounters:
                     break
                 await asyncio.sleep(2 * MARGIN)  # a slice has ended before its grant was here: soon the next begins
         finally:
-            moment = time.monotonic()
+            if not is_covered:
+                moment = time.monotonic()
             for member, ticket in held.items():
                 member.claim(ticket, moment)
                 self._courier.kick(member)  # after this request has spent, the rest may be more than to be kept

@@ -37,7 +37,7 @@ class Call(NamedTuple):
 class Ticket:
     """A request that waits for room."""
 
-    __slots__ = ("abandoned", "cost", "done", "granted", "is_refused", "slice", "wait")
+    __slots__ = ("abandoned", "cost", "done", "granted", "is_refused", "may_be_late", "slice", "wait")
 
     def __init__(self, cost: int) -> None:
         self.cost = cost
@@ -47,6 +47,7 @@ class Ticket:
         self.is_refused = False
         self.wait = 0.0  # seconds until it fits; 0 when the store has not said
         self.abandoned = False  # nobody waits for an answer
+        self.may_be_late = False  # it counts although its slice may have ended: this process is too busy to be in time
 
     def grant(self, slice: int = 0) -> None:
         self.granted, self.slice = True, slice

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Row
 
-from gateway.config_access import LimitsConfig, ToolsConfig
+from gateway.config.access import LimitsConfig, ToolsConfig
 from gateway.records import JSON, KeyRecord, TenantRecord
 from gateway.store.chain import canonical
 from gateway.types import Network

@@ -251,7 +251,7 @@ def test_options_that_are_nobodys_business_but_the_operators_never_arrive(
 def test_code_files_and_unknown_constraints_are_refused(kind: Kind, engine: Engine, lab: Lab) -> None:
     for field, value in CODE[kind.backend].items():
         answer = lab.chat(**{field: value})
-        assert answer.status == 400 and answer.error()["param"] == field, field
+        assert answer.status == 400 and answer.error()["param"].partition(".")[0] == field, field
         assert lab.chat(**{field: None}).status == 200, field  # null means absent
     assert len(engine.requests) == len(CODE[kind.backend])
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.deploy.observed import Observed
 from tests.e2e.harness import Gateway, base_config
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,12 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     started = Gateway(tmp_path_factory.mktemp("deploy"), base_config({"m": [replica]}, []))
     yield started
     started.stop()
+
+
+@pytest.fixture(scope="session")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
+    with Observed(tmp_path_factory.mktemp("observed")) as observed:
+        yield observed
 
 
 @pytest.fixture(scope="session")

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway.__main__ import main
+from tests.command_line import Run, runner
 from tests.doubles.engine import Engine
 from tests.e2e.harness import ADMIN, Gateway, base_config, digest, eventually, replica
 from tests.e2e.test_admin import Office
 
 Start = Callable[..., Gateway]
-Run = Callable[..., tuple[int, str, str]]
 OPERATOR = "sk-operator" + "o" * 40
 SCENARIO: list[tuple[str, ...]] = [  # {key} is the last id that was seen
     ("tenants", "create", "t", "--model", "m", "--requests", "600/min", "--json"),
@@ -60,14 +59,7 @@ def _run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("SEKISHO_CONFIG", raising=False)
     monkeypatch.chdir(tmp_path)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        code = main(args)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
-
-    return run
+    return runner(capsys)
 
 
 def play(run: Run, where: tuple[str, ...]) -> list[tuple[tuple[str, ...], int, str, str]]:

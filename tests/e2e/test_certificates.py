@@ -158,6 +158,17 @@ def test_a_key_counts_before_the_certificate_and_a_wrong_one_is_wrong_beside_it(
             assert client.get("/v1/models", headers=wrong).status_code == 401
 
 
+@pytest.mark.parametrize("where", ["cross-site", "same-site"])
+def test_a_page_of_another_site_cannot_borrow_the_certificate_of_its_browser(site: Site, where: str) -> None:
+    site.accept({"san": SPIFFE, "tenant": "by-certificate"})
+    app = site.clients.issue("app", x509.UniformResourceIdentifier(SPIFFE))
+    assert site.ask(app, **{"sec-fetch-site": where}).status_code == 401
+    with site.caller(app) as client:
+        assert client.get("/v1/models", headers={"sec-fetch-site": where}).status_code == 401
+    assert site.tenant(site.ask(app, **{"sec-fetch-site": "none"})) == ("by-certificate", f"cert:{SPIFFE}")
+    assert site.tenant(site.ask(app, authorization=f"Bearer {KEY}", **{"sec-fetch-site": where})) == ("by-key", "test")
+
+
 def test_a_certificate_without_a_holder_needs_a_key(site: Site) -> None:
     site.accept()
     assert site.ask(site.someone).status_code == 401

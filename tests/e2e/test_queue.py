@@ -18,7 +18,7 @@ import backends
 from backends.base import Operation
 from gateway import state
 from gateway.config import load
-from gateway.cycle import HotCycle
+from gateway.edge.cycle import HotCycle
 from gateway.logs import AccessLog
 from gateway.metrics import Metrics
 from gateway.pipeline import serve

@@ -124,6 +124,11 @@ def serial(identity: Identity) -> int:
     return x509.load_pem_x509_certificate(identity.cert_file.read_bytes()).serial_number
 
 
+def end(identity: Identity) -> float:
+    """In Unix seconds."""
+    return x509.load_pem_x509_certificate(identity.cert_file.read_bytes()).not_valid_after_utc.timestamp()
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     yield from _closing(Site(tmp_path_factory.mktemp("tls")))
@@ -457,6 +462,26 @@ def test_every_worker_takes_a_renewed_pair_and_none_a_broken_one(own_site: Calla
         assert eventually(lambda: site.reloads("failure") == 1)
         assert serials() == {wanted} and site.ask().status_code == 200
         assert site.gateway.metric("sekisho_workers") == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_end_of_the_certificate_in_force_is_told(
+    own_site: Callable[..., Site], tmp_path: Path, workers: int
+) -> None:
+    def told() -> float:
+        return site.gateway.metric("sekisho_certificate_expiry_timestamp_seconds")
+
+    with Redis(tmp_path / "redis") as redis:
+        site = own_site(redis=redis, workers=workers)
+        assert eventually(lambda: workers == 1 or site.gateway.metric("sekisho_workers") == workers)
+        assert told() == end(site.server)
+        for days in (90, 30):  # a later end, and an earlier one: not the first, not the last that there was
+            renewed = site.servers.issue("gateway", LOOPBACK, valid=days * DAY)
+            site.install(renewed)
+            assert eventually(lambda renewed=renewed: told() == end(renewed))  # type: ignore[misc]
+        site.server.key_file.write_text("broken")
+        assert eventually(lambda: site.reloads("failure") == 1)
+        assert told() == end(renewed)
 
 
 def test_tls_is_not_switched_off_without_a_restart(own_site: Callable[..., Site]) -> None:

@@ -468,3 +468,12 @@ def test_exemplars_lead_from_the_metrics_to_the_traces(lab: Lab, collector: Coll
     plain = lab.gateway.get("/metrics")
     assert plain.headers["content-type"].startswith("text/plain; version=0.0.4") and "trace_id" not in plain.text
     assert not re.search(r"^# EOF", plain.text, re.MULTILINE)
+
+
+def test_strangers_do_not_decide_what_is_recorded(lab: Lab, collector: Collector) -> None:
+    one(lab, collector, sample=0.0)
+    stranger, caller = (f"traceparent: 00-{trace * 32}-{'b' * 16}-01" for trace in "ac")
+    assert lab.call(chat(), headers=[stranger], key="sk-nobody").status == 401
+    assert lab.call(chat(), headers=[caller]).status == 200
+    tree(collector, trace_id="c" * 32)  # sent after the other would have been
+    assert {span.trace_id for span in collector.spans()} == {"c" * 32}

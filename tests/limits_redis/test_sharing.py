@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from gateway.errors import RateLimited
 from gateway.limits import Lease
 from gateway.limits_redis import RedisCounters, store
+from gateway.limits_redis.link import Link
+from gateway.limits_redis.terms import Call, Reply
 from gateway.types import Limit, Limits
 from tests.limits_redis.gateways import (
     WINDOW,
@@ -222,6 +224,32 @@ def test_requests_that_need_several_limits_get_all_of_them_under_load(server: Re
                 assert all(outcomes), (nodes[0].refusals or nodes[1].refusals)[0]
 
     asyncio.run(scenario())
+
+
+def test_a_process_that_is_busy_refuses_nobody_while_there_is_room(
+    server: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice of a limit per second is over within 17 ms, and here every answer of Redis is read later than that."""
+    run = Link.run
+
+    async def run_late(link: Link, calls: Sequence[Call]) -> Sequence[Reply | Exception]:
+        replies = await run(link, calls)
+        time.sleep(0.03)  # noqa: ASYNC251 (the event loop is meant to be held up)
+        return replies
+
+    async def scenario() -> tuple[int, list[RateLimited]]:
+        async with gateways(server.url, 1) as (node,):
+            monkeypatch.setattr(Link, "run", run_late)
+            admitted = 0
+            for _ in range(20):  # where other processes keep Redis from answering, it counts as gone for a while
+                admitted += sum(await asyncio.gather(*(node.spend(requests(100, 1)) for _ in range(30))))
+                if admitted:
+                    break
+                await asyncio.sleep(0.5)
+            return admitted, [error for error in node.refusals if isinstance(error, RateLimited)]
+
+    admitted, refused = asyncio.run(scenario())
+    assert admitted and not refused
 
 
 def test_a_refund_makes_room_for_other_gateways(server: Redis) -> None:

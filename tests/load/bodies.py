@@ -107,6 +107,12 @@ def measure(port: int, bodies: int) -> tuple[float, float, float]:
     return result
 
 
+def peak(pid: int) -> int:
+    """The most memory that a process has had, in MiB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) >> 10
+
+
 def main() -> None:
     ours, theirs = multiprocessing.Pipe()
     engine = multiprocessing.Process(target=engine_process, args=(theirs,))
@@ -120,7 +126,7 @@ def main() -> None:
             slowest, p99, gap = measure(gateway.port, bodies)
             memory = process.memory_info().rss >> 20
             health = f"/health slowest {slowest:.0f} ms, p99 {p99:.0f} ms"
-            print(f"{bodies:2} bodies: {health}; stream gap {gap:.0f} ms; {memory} MiB")
+            print(f"{bodies:2} bodies: {health}; stream gap {gap:.0f} ms; {memory} MiB, {peak(process.pid)} at most")
         gateway.stop()
     ours.send("stop")
     engine.join()

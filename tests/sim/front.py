@@ -10,10 +10,11 @@ from random import Random
 
 from backends.base import OpenAICompatible, Operation
 from gateway.errors import GatewayError, ModelBusy
-from gateway.fleet import Health, LoadTable, ReplicaState
+from gateway.fleet import LoadTable
 from gateway.forward import MOST_ATTEMPTS
 from gateway.prefixes import ENDS, NOTHING, Chain, PrefixIndex
 from gateway.probe import INTERVAL
+from gateway.replica_state import Health, ReplicaState
 from gateway.retries import RetryBudget
 from gateway.routing import Ask, choose
 from gateway.types import Endpoint, Model, Replica, Tenant, Timeouts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from gateway.fleet import SMOOTHING, ReplicaState
+from gateway.replica_state import SMOOTHING, ReplicaState
 
 
 class Seen(NamedTuple):

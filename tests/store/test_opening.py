@@ -19,7 +19,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection
 
 from gateway.config import StartupError
-from gateway.config_access import ToolsConfig
+from gateway.config.access import ToolsConfig
 from gateway.errors import StoreUnavailable
 from gateway.records import TenantRecord
 from gateway.store import schema

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from gateway.config_access import LimitsConfig
+from gateway.config.access import LimitsConfig
 from gateway.errors import Conflict, NotFound
 from gateway.records import TenantRecord
 from tests.store.harness import ADMIN, Bench, key

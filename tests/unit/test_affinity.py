@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from backends.base import OpenAICompatible, Operation
 from gateway.call import Call
 from gateway.config import Config, RoutingConfig
-from gateway.fleet import Health, LoadTable, ReplicaState
+from gateway.fleet import LoadTable
+from gateway.replica_state import Health, ReplicaState
 from gateway.routing import OVERLOADED, Ask, choose, least_load, prefix_affinity, session_affinity
 from gateway.state import Gateway
 from gateway.types import Endpoint, Model, Replica, Tenant, Timeouts

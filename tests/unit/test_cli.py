@@ -4,16 +4,15 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from gateway.__main__ import main
 from gateway.config import ConfigError, Problem, StartupError, load
 from gateway.keys import digest, new_key
+from tests.command_line import Run, runner
 from tests.unit._model_files import LLAMA, gguf
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +28,6 @@ models:
       - {backend: vllm, url: "http://gpu-1:8000/prefix", api_key: topsecret, format: awq, max_inflight: 7}
 """ % digest("sk-x")  # noqa: UP031
 
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(name="run")
@@ -37,14 +35,7 @@ def _run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
     """Run a command in an empty folder; gives exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SEKISHO_CONFIG", raising=False)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        code = main(args)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
-
-    return run
+    return runner(capsys)
 
 
 @pytest.fixture(name="fleet")

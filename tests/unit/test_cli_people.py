@@ -19,13 +19,12 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.__main__ import main
 from gateway.config import load
-from gateway.config_access import KeyConfig
+from gateway.config.access import KeyConfig
 from gateway.keys import digest
+from tests.command_line import Run, runner
 from tests.e2e.harness import free_port
 
-Run = Callable[..., tuple[int, str, str]]
 KEY = re.compile(r"sk-[A-Za-z0-9_-]{48}")
 OPTIONS = ("--expires", "--role", "--name", "--model", "--allow-from", "--requests", "--budget", "--concurrency")
 CONFIG = "tenants: [{name: written, keys: [{name: ci, sha256: '%s'}]}]\n" % digest("sk-x")  # noqa: UP031
@@ -38,14 +37,7 @@ def _run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("SEKISHO_CONFIG", raising=False)
     monkeypatch.delenv("SEKISHO_ADMIN_KEY", raising=False)
     (tmp_path / "gateway.yaml").write_text("{}\n")
-
-    def run(*args: str) -> tuple[int, str, str]:
-        code = main(args)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
-
-    return run
+    return runner(capsys)
 
 
 def good(run: Run, *args: str) -> str:

@@ -17,10 +17,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway import config_yaml
 from gateway.config import Config, ConfigError, LimitsConfig, Rate, load, schema
-from gateway.config_shape import Shape, shape_of
-from gateway.config_yaml import parse_document
+from gateway.config import yaml as config_yaml
+from gateway.config.shape import Shape, shape_of
+from gateway.config.yaml import parse_document
 from gateway.units import BudgetRate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +68,15 @@ def _refuse(read: Load, tmp_path: Path) -> Refuse:
 
 
 # What a file becomes
+
+
+@pytest.mark.parametrize(("server", "url"), [
+    ("{}", "http://127.0.0.1:8080"),
+    ("{host: '::1', port: 9}", "http://[::1]:9"),
+    ("{host: gateway.example, tls: {cert_file: gateway.yaml, key_file: gateway.yaml}}", "https://gateway.example:8080"),
+])  # fmt: skip
+def test_url_of_the_port(read: Load, server: str, url: str) -> None:
+    assert read(f"server: {server}\n").server.url == url
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "{}", "server:\nmodels:\ntenants:\ndiscovery:\nlogging:\n"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.cors import Cors, cors_for
+from gateway.edge.cors import Cors, cors_for
 
 LISTED = Cors(("https://app.example", "http://localhost:3000", "https://ported.example:443"))
 ALLOW = b"access-control-allow-origin"

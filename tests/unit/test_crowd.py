@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.crowd import Crowd, place_of
+from gateway.edge.crowd import Crowd, place_of
 
 PROXIES = (ip_network("10.0.0.0/8"), ip_network("2001:db8:ff::/48"))
 

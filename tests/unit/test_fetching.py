@@ -16,12 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway import fetching
-from gateway.errors import BadRequest
-from gateway.fetching import fetch_links
-from gateway.links import may_connect, read_link
-from gateway.media import Link, MediaRules
-from gateway.mediatypes import agree, sniff
+from gateway.errors import BadRequest, GatewayError
+from gateway.media import Link, MediaRules, fetching
+from gateway.media.fetching import Held, fetch_links
+from gateway.media.filetypes import agree, sniff
+from gateway.media.links import may_connect, read_link
 from tests.doubles import files
 from tests.doubles.engine import Certificates
 from tests.doubles.files import GIF, JPEG, MP4, PNG, WAV, Page, page, redirect, serving
@@ -513,3 +512,28 @@ async def test_no_redirect_leads_out_of_tls(certificates: Certificates, monkeypa
             assert "redirected" in await refused(f"https://localhost:{server.port}/a")
             assert (await fetch(f"https://localhost:{server.port}/c"))[1] == PNG
         assert not plain.connections
+
+
+@asynchronous
+async def test_what_all_requests_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a fetch succeeds or fails; and one request alone may be as large as requests may be."""
+    monkeypatch.setattr(fetching, "MOST_HELD", 600_000)
+    with serving({"/x": page(PNG + bytes(300_000))}) as server:
+
+        async def fetch_for(held: Held) -> None:
+            links = [link(f"http://images.example:{server.port}/x")]
+            await fetch_links(links, 100, rules(), Names(["127.0.0.2"]), held)
+
+        first, second, third = Held(), Held(), Held()
+        await fetch_for(first)
+        with pytest.raises(GatewayError, match="Send the request again later") as caught:
+            await fetch_for(second)
+        assert (caught.value.status, caught.value.code) == (503, "media_busy") and caught.value.retry_after
+        second.let_go()
+        first.let_go()
+        await fetch_for(third)
+        third.let_go()
+        assert Held.together == 0
+        monkeypatch.setattr(fetching, "MOST_HELD", 100)
+        await fetch_for(third)
+        third.let_go()

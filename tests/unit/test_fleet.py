@@ -11,16 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.base import EngineLoad, ModelFormat, OpenAICompatible, Operation
-from gateway.fleet import (
+from gateway.fleet import IDLE, STALE, LoadTable
+from gateway.replica_state import (
     FAILURES_TO_OPEN,
     FIRST_PAUSE,
-    IDLE,
     LONGEST_PAUSE,
     SLOW_START,
-    STALE,
     STEADY,
     Health,
-    LoadTable,
     ReplicaState,
     describe,
 )

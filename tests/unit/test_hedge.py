@@ -10,10 +10,10 @@ import pytest
 
 from backends.base import OpenAICompatible, Operation
 from gateway.call import parse_call
-from gateway.cycle import HotCycle
-from gateway.fleet import ReplicaState
+from gateway.edge.cycle import HotCycle
 from gateway.hedge import Race
 from gateway.outcome import Outcome
+from gateway.replica_state import ReplicaState
 from gateway.types import Endpoint, Replica, Timeouts
 
 

@@ -17,9 +17,9 @@ import pytest
 from backends.base import OpenAICompatible, Operation
 from gateway.attempt import Attempt
 from gateway.call import parse_call
-from gateway.cycle import HotCycle
-from gateway.fleet import ReplicaState
+from gateway.edge.cycle import HotCycle
 from gateway.outcome import Outcome
+from gateway.replica_state import ReplicaState
 from gateway.reply import Reply
 from gateway.sse import StreamTap
 from gateway.types import Endpoint, Replica, Timeouts

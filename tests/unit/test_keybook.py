@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.config_access import TenantConfig
+from gateway.config.access import TenantConfig
 from gateway.errors import BadRequest, Conflict, GatewayError, NotFound
 from gateway.keybook import Keybook
 from gateway.keybook.forms import KeyForm, TenantForm, UsageForm, read

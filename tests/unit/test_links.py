@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.links import canonical_host, is_data, is_public, literal, may_connect, read_link
+from gateway.media.links import canonical_host, is_data, is_public, literal, may_connect, read_link
 
 PRIVATE_V4 = (
     "10.0.0.1 10.255.255.255 100.64.0.1 100.100.100.200 127.0.0.1 127.255.0.1 169.254.169.254 172.16.0.1 172.31.9.9"

@@ -15,8 +15,8 @@ from gateway.call import parse_call
 from gateway.errors import BadRequest, InvalidBody
 from gateway.formcall import parse_form
 from gateway.jsonplaces import spelt
-from gateway.links import may_connect
 from gateway.media import MOST_LINKS, Link, MediaRules, find_links, put_in
+from gateway.media.links import may_connect
 
 ALLOWED = MediaRules(hosts=frozenset({"images.example", "10.0.0.7", "169.254.169.254"}))
 ENGINE = replace(ALLOWED, fetched=False)

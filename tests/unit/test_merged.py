@@ -5,9 +5,9 @@ import pickle
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.merged import lasting, merge
 from gateway.metrics import Metrics, page
 from gateway.outcome import Outcome
+from gateway.workers.merged import lasting, merge
 
 
 def worker(requests: int, seconds: float = 0.2) -> list[Metric]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.config import LimitsConfig, TenantConfig
-from gateway.config_access import ToolsConfig
+from gateway.config.access import ToolsConfig
 from gateway.people import People, compile_limits, member
 from gateway.records import Changes, KeyRecord, TenantRecord
 from gateway.types import Limit, Limits, Principal, ToolPolicy

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gateway.configured import Files
-from gateway.permissions import Need, Place, Seen, complaints, look
+from gateway.provenance.permissions import Need, Place, Seen, complaints, look
 from tests.unit._model_files import LLAMA, gguf
 
 US, THEM = 100, 200  # groups

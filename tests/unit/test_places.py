@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway import places
-from gateway.places import Columns, Places
+from gateway.workers import places
+from gateway.workers.places import Columns, Places
 
 
 class Clock:

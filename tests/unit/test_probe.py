@@ -9,8 +9,9 @@ import pytest
 
 from backends import load
 from gateway import probe
-from gateway.fleet import Health, LoadTable
+from gateway.fleet import LoadTable
 from gateway.probe import Prober
+from gateway.replica_state import Health
 from gateway.types import Endpoint, Replica, Timeouts
 from tests.doubles.engine import Engine, Exchange
 
@@ -114,6 +115,29 @@ def test_a_first_good_word_of_one_that_was_down_is_checked_without_waiting_for_t
         state.health = Health.DOWN
         await becomes(lambda: state.health is Health.UP)
         assert health_checks(engine) == 2
+
+    play(test, replica(engine))
+
+
+def test_the_first_look_ends_when_it_is_known_who_is_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "FIRST_LOOK", 60.0)
+
+    async def test(prober: Prober, fleet: LoadTable) -> None:
+        await prober.first_look()
+        assert [state.health for state in fleet] == [Health.UP]
+
+    play(test, replica(engine))
+
+
+def test_an_engine_that_does_not_answer_holds_up_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "FIRST_LOOK", 0.05)
+    release = threading.Event()
+    engine.probe = lambda x: x.wait(release)
+
+    async def test(prober: Prober, fleet: LoadTable) -> None:
+        await prober.first_look()
+        assert [state.health for state in fleet] == [Health.UNKNOWN]
+        release.set()
 
     play(test, replica(engine))
 

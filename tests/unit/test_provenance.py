@@ -7,7 +7,6 @@ import os
 import subprocess
 import time
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,15 @@ from backends.formats import UnreadableModel
 from backends.formats.manifest import MAX_DEPTH, fingerprint
 from backends.llamacpp.errors import EngineBroken, UsageProblem
 from backends.llamacpp.weights import checked
-from gateway.__main__ import main
 from gateway.config import Config, ConfigError
 from gateway.discovery import Discovery
-from gateway.lockfile import LockedFile, LockedModel, key_of, read_lock, render, write_lock, written
 from gateway.provenance import Reading, beyond_reach, without_hash
+from gateway.provenance.lockfile import LockedFile, LockedModel, key_of, read_lock, render, write_lock, written
 from gateway.snapshot import compile_config
+from tests.command_line import Run, runner
 from tests.unit._model_files import LLAMA, gguf, hf_folder
 from tests.unit.test_discovery import look, names
 
-Run = Callable[..., tuple[int, str, str]]
 TINY = gguf(LLAMA)
 SPLIT = "tiny-0000{}-of-00002.gguf"
 
@@ -483,14 +481,7 @@ def test_a_damaged_lock_file_leaves_discovery_as_it_was(home: Path, caplog: pyte
 def _run(capsys: pytest.CaptureFixture[str], home: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(home)
     monkeypatch.delenv("SEKISHO_CONFIG", raising=False)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        code = main(args)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
-
-    return run
+    return runner(capsys)
 
 
 @pytest.fixture(name="fleet")

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from gateway.__main__ import main
+from tests.command_line import Run, runner
 from tests.unit._model_files import LLAMA, gguf, hf_folder, quantised
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(name="run")
 def _run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        code = main(["scan", *args])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
-
-    return run
+    return runner(capsys, "scan")
 
 
 @pytest.fixture(name="models")

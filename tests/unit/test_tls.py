@@ -20,9 +20,9 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from backends.base import Operation
 from gateway.config import TlsConfig
+from gateway.edge.handshake import TlsConnection, TlsPort
 from gateway.engine_client import EngineClient
 from gateway.errors import UpstreamError, UpstreamUnreachable
-from gateway.handshake import TlsConnection, TlsPort
 from gateway.outcome import Outcome
 from gateway.tls import EngineTls, ServerTls, TlsFileError, Watch, blame, port_problem, server_context
 from gateway.types import Endpoint, Timeouts

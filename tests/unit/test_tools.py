@@ -15,12 +15,12 @@ from backends import load
 from backends.base import Operation
 from gateway.answers import read_answer
 from gateway.call import Call, parse_call
-from gateway.config_access import ToolsConfig
+from gateway.config.access import ToolsConfig
 from gateway.errors import BadRequest, ToolCallNotAllowed, ToolNotAllowed
 from gateway.sse import DONE, StreamTap
-from gateway.tool_offers import MOST_TOOLS, _says_all_once, admit
-from gateway.tool_tap import FixingToolTap, Screening, ToolTap, mentions_calls, tap_for
 from gateway.tools import allows, compile_policy
+from gateway.tools.offers import MOST_TOOLS, _says_all_once, admit
+from gateway.tools.tap import FixingToolTap, Screening, ToolTap, mentions_calls, tap_for
 from gateway.types import ToolPolicy, Usage
 from tests.doubles.dialects import USAGE
 from tests.unit.test_hot_path import TAP_CALLS, calls, chunk
@@ -246,6 +246,14 @@ def test_offers_that_cannot_be_read_are_a_400(given: ToolPolicy, fields: dict[st
 def test_of_two_equal_keys_only_the_one_that_was_checked_goes_on() -> None:
     raw = (
         b'{"model":"m","messages":[{}],"tools":[{"type":"function","function":{"name":"%b","name":"fine"}}]}'
+        % SECRET.encode()
+    )
+    assert SECRET.encode() not in ask(REFUSE, raw).raw
+
+
+def test_of_two_equal_keys_in_a_message_too() -> None:
+    raw = (
+        b'{"model":"m","messages":[{"role":"developer","tools":[{"type":"function","function":{"name":"%b"}}],"tools":[]}]}'
         % SECRET.encode()
     )
     assert SECRET.encode() not in ask(REFUSE, raw).raw

@@ -26,15 +26,15 @@ from backends.base import OpenAICompatible, Operation
 from gateway.call import parse_call
 from gateway.config import Config, ConfigError, StartupError, load
 from gateway.errors import GatewayError, Internal, RateLimited, UpstreamTimeout
-from gateway.merged import merge
 from gateway.metrics import Metrics, page
 from gateway.outcome import Outcome
-from gateway.spans import Spans
 from gateway.sse import StreamTap
-from gateway.tracecontext import LONGEST_STATE, Parent, passed_on, read_parent, read_state
-from gateway.traces import Leg, said_by
-from gateway.tracing import Tracer, finished
+from gateway.tracing.context import LONGEST_STATE, Parent, passed_on, read_parent, read_state
+from gateway.tracing.spans import Spans
+from gateway.tracing.trace import Leg, said_by
+from gateway.tracing.tracer import Tracer, finished
 from gateway.types import Endpoint, Limits, Model, Principal, Replica, Tenant, Timeouts, Usage
+from gateway.workers.merged import merge
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01".encode()
@@ -301,7 +301,7 @@ def test_what_a_document_says_of_itself_is_taken_only_if_it_is_of_the_usual_kind
 # --- on and off
 def test_nothing_of_opentelemetry_is_imported_while_it_is_off() -> None:
     script = (
-        "import sys, gateway.worker; from gateway.config import Config; from gateway.tracing import Tracer;"
+        "import sys, gateway.worker; from gateway.config import Config; from gateway.tracing.tracer import Tracer;"
         "t = Tracer('1'); t.adopt(Config.model_validate({'models': []}));"
         "kept = 'opentelemetry.sdk', 'opentelemetry.exporter';"
         "print(t.on, [name for name in sys.modules if name.startswith(kept)])"
@@ -375,7 +375,7 @@ def test_a_full_queue_drops_what_comes_and_counts_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The thread is held in the middle of a message; what is dropped afterwards is known to the last span."""
-    monkeypatch.setattr("gateway.tracing.MOST_WAITING", 10)
+    monkeypatch.setattr("gateway.tracing.sender.MOST_WAITING", 10)
     exporter, found = Held(monkeypatch), sending()
     with caplog.at_level(logging.INFO, "sekisho"):
         found.add([asked()])
@@ -391,7 +391,7 @@ def test_a_full_queue_drops_what_comes_and_counts_it(
 
 def test_the_end_does_not_wait_for_a_message_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """`close` returns while the message is still held, and nothing is sent after it."""
-    monkeypatch.setattr("gateway.tracing.MOST_AT_ONCE", 1)
+    monkeypatch.setattr("gateway.tracing.sender.MOST_AT_ONCE", 1)
     exporter, found = Held(monkeypatch), sending()
     for _ in range(5):
         found.add([asked()])
@@ -419,7 +419,7 @@ def test_a_reload_lets_the_old_thread_end_once_it_has_sent_what_it_has(monkeypat
 
 
 def test_a_large_backlog_goes_out_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.tracing.MOST_AT_ONCE", 4)
+    monkeypatch.setattr("gateway.tracing.sender.MOST_AT_ONCE", 4)
     exporter, found = Held(monkeypatch), sending()
     found.add([asked()])
     assert exporter.entered.wait(30)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from backends.base import OpenAICompatible
 from gateway.errors import ModelBusy
 from gateway.fairness import FairQueue, Ticket
-from gateway.fleet import Health, ReplicaState
+from gateway.replica_state import Health, ReplicaState
 from gateway.types import Endpoint, Replica, Tenant, Timeouts
 from gateway.waiting import STALE, Pace, Waiter, WaitingRoom, Wish
 
