@@ -39,6 +39,8 @@ from gateway.upstream import TICK, Upstream
 from gateway.workers.peers import Alone, Peers
 from gateway.workers.places import Places
 
+TIDY_EVERY = 60.0  # seconds between two full collections; by itself the collector would come once in hours
+
 log = logging.getLogger("sekisho")
 
 
@@ -223,8 +225,12 @@ class Worker:
     async def _tick(self) -> None:
         """The one timer for everything that is due now and then."""
         loop = asyncio.get_running_loop()
+        tidied = loop.time()
         while True:
             await asyncio.sleep(TICK)
+            if loop.time() - tidied > TIDY_EVERY:
+                tidied = loop.time()
+                gc.collect()  # requests leave nothing for it, but the HTTP client of probes does
             try:
                 self._edge.sweep(loop.time())
                 self._upstream.sweep()

@@ -102,7 +102,8 @@ class Watch:
         for life in self.lives.values():
             if not life.looks:
                 continue
-            three = life.looks[0], life.looks[len(life.looks) // 2], life.looks[-1]
+            begun = life.looks[min(2, len(life.looks) - 1)]  # the first ones may meet a process that loads its code
+            three = begun, life.looks[len(life.looks) // 2], life.looks[-1]
             start, middle, end = (look.rss for look in three)
             flat = "short" if life.seconds < JUDGED_FROM else "yes" if life.is_flat else "NO"
             files = "/".join(str(look.files) for look in three)
