@@ -135,9 +135,9 @@ def asked_metrics(manifests: list[Manifest]) -> set[str]:
     }  # fmt: skip
 
 
-def lint_yaml(*paths: Path) -> str:
+def lint_yaml(*paths: Path, width: int = 140) -> str:
     rules = (
-        "{extends: default, rules: {line-length: {max: 140}, document-start: disable, octal-values: disable,"
+        f"{{extends: default, rules: {{line-length: {{max: {width}}}, document-start: disable, octal-values: disable,"
         " comments: {min-spaces-from-content: 1}, braces: {max-spaces-inside: 1}, truthy: {check-keys: false}}}"
     )
     done = subprocess.run(

@@ -37,7 +37,10 @@ def test_yaml_is_clean() -> None:
     pytest.importorskip("yamllint", reason="pip install yamllint")
     plain = [path for path in (ROOT / "deploy").rglob("*.y*ml") if "templates" not in path.parts]
     assert len(plain) > 20
-    assert kubernetes.lint_yaml(ROOT / "docker-compose.yml", *plain) == ""
+    # Scenarios of rules are one series or one alert to a line, however long.
+    scenarios = [path for path in plain if path.parent == ROOT / "deploy" / "prometheus" / "tests"]
+    assert kubernetes.lint_yaml(ROOT / "docker-compose.yml", *(path for path in plain if path not in scenarios)) == ""
+    assert kubernetes.lint_yaml(*scenarios, width=400) == ""
 
 
 @pytest.mark.parametrize("folder", OVERLAYS)
