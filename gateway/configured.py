@@ -45,6 +45,14 @@ class Files:
         self._told = set(found)
         return config
 
+    def read_again(self) -> Config:
+        """As `read`, for a gateway that is serving: there a file without content is no wish for a gateway without
+        models, but a write that has failed. Raises: ConfigError."""
+        with contextlib.suppress(OSError):  # `read` says what is wrong with it
+            if not self._path.read_bytes().strip():
+                raise ConfigError([Problem(str(self._path), None, "", "the file is empty", "write the configuration")])
+        return self.read()
+
     def complain(self) -> None:
         for line in self.complaints:
             log.warning("%s", line)
@@ -125,7 +133,7 @@ class Keeper:
 
     async def _reload(self) -> None:
         """Raises: ConfigError."""
-        config = await asyncio.get_running_loop().run_in_executor(None, self._files.read)
+        config = await asyncio.get_running_loop().run_in_executor(None, self._files.read_again)
         snapshot = await self._compiled(await self._discovery.look(config))
         self._warn_of_what_stays(config)
         self.config = config

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gateway import configured
-from gateway.configured import Keeper
+from gateway.config import ConfigError
+from gateway.configured import Files, Keeper
 
 CONFIG: Any = SimpleNamespace(models=(), discovery=(), server=SimpleNamespace(tls=None))
 
@@ -54,3 +56,13 @@ def test_a_file_counts_once_it_has_come_to_rest(looks: str, times: int, monkeypa
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(keeper.watch(changed))
     assert len(seen) == times
+
+
+def test_a_file_that_was_emptied_is_not_put_into_force(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text(" \n")
+    files = Files(file, {}, tmp_path)
+    with pytest.raises(ConfigError, match="the file is empty"):
+        files.read_again()
+    file.write_text("server: {port: 8081}\n")
+    assert files.read_again().server.port == 8081
