@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.doubles.engine import Certificates
+from tests.doubles.engine import Certificates, Engine
 from tests.e2e.harness import Gateway, Lab, base_config
+from tests.servers.redis import Redis
 
 LINES_SHOWN = 40
 _running: list[Gateway] = []
@@ -42,6 +43,20 @@ def lab(shared_gateway: Gateway) -> Iterator[Lab]:
     lab = Lab(shared_gateway)
     yield lab
     lab.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine("vllm")
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    """A server for a whole file; tests that disturb theirs make one of their own."""
+    with Redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -27,13 +27,6 @@ def redis(tmp_path: Path) -> Iterator[Redis]:
         yield server
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    engine = Engine("vllm")
-    yield engine
-    engine.stop()
-
-
 def configuration(engine: Engine, redis: Redis, limits: dict[str, Any], on_failure: str = "local") -> dict[str, Any]:
     tenant = {"name": "red", "limits": limits, "keys": [{"name": "ci", "sha256": digest(KEY)}]}
     return base_config(

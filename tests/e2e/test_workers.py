@@ -30,19 +30,6 @@ WORKERS = 4
 KEY = "sk-workers-" + "w" * 40
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
-    with Redis(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    engine = Engine("vllm")
-    yield engine
-    engine.stop()
-
-
 def config(engine: Engine, redis: Redis, workers: int = WORKERS, **more: Any) -> dict[str, Any]:
     limits, sections = more.pop("limits", {}), {"server": {"workers": workers}} | more
     tenant = {"name": "red", "limits": limits, "keys": [{"name": "ci", "sha256": digest(KEY)}]}

@@ -7,7 +7,6 @@ import resource
 import signal
 import ssl
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,19 +28,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere worke
 WORKERS = 2
 TRIES = 24  # connections, of which some come to every worker
 SHORT = httpx.Timeout(2)
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
-    with Redis(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    engine = Engine("vllm")
-    yield engine
-    engine.stop()
 
 
 def config(engine: Engine, redis: Redis, *, keys: bool = True, **server: Any) -> dict[str, Any]:
